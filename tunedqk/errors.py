@@ -1,0 +1,28 @@
+"""Every exception and warning that is tunedqk's own.
+
+Bad arguments are plain `TypeError` and `ValueError`; what is here concerns tuning, validation and the tuning DB.
+"""
+
+
+class TunedQKError(RuntimeError):
+    """Base class of the package's errors."""
+
+
+class NoAcceptedConfigError(TunedQKError):
+    """No candidate for a key compiled and agreed with the loop kernel."""
+
+
+class RejectedConfigError(TunedQKError):
+    """One given config did not compile, or did not agree with the loop kernel."""
+
+
+class MissingConfigError(TunedQKError):
+    """`TUNEDQK_MODE=strict`, and no validated winner is stored for the key."""
+
+
+class CaptureError(TunedQKError):
+    """A call inside a CUDA graph capture needs a binary that was not validated before the capture."""
+
+
+class TuningDBWarning(UserWarning):
+    """A tuning DB file could not be read, or could not be written."""
