@@ -1,0 +1,87 @@
+"""Which GPU, and which toolchain, this is. torch and triton are imported on use, not with the module."""
+
+from __future__ import annotations
+
+import functools
+import os
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    import torch
+
+INTERPRETER_ARCH = "interpreter"
+
+
+class GpuIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A GPU model, as far as tuning and validation depend on it.
+
+    arch: `sm_90`, `gfx942`, or `interpreter`. multiprocessors tells a slice of a GPU (MIG) from the whole.
+    memory_gib is information for people, not identity.
+    """
+
+    name: str
+    arch: str
+    multiprocessors: int
+    memory_gib: float = 0.0
+
+    @property
+    def identity(self) -> tuple[str, str, int]:
+        """What two GPUs must share to share winners and receipts."""
+        return self.name, self.arch, self.multiprocessors
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether this is Triton's interpreter rather than a GPU."""
+        return self.arch == INTERPRETER_ARCH
+
+
+class Toolchain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The versions that a result was made with."""
+
+    triton: str
+    torch: str
+    tunedqk: str
+
+
+def interpreting() -> bool:
+    """Whether Triton runs its kernels in the interpreter: TRITON_INTERPRET, as Triton itself reads it."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in {"1", "true", "on", "yes", "y"}
+
+
+@functools.cache
+def toolchain() -> Toolchain:
+    """The installed versions."""
+    return Toolchain(*(metadata.version(name) for name in ("triton", "torch", "tunedqk")))
+
+
+@functools.cache
+def gpu_identity(index: int) -> GpuIdentity:
+    """The identity of the GPU with this torch device index."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        arch = properties.gcnArchName.split(":")[0]
+    else:
+        arch = f"sm_{properties.major}{properties.minor}"
+    return GpuIdentity(
+        name=properties.name,
+        arch=arch,
+        multiprocessors=properties.multi_processor_count,
+        memory_gib=round(properties.total_memory / 2**30, 1),
+    )
+
+
+INTERPRETER = GpuIdentity(name="Triton interpreter", arch=INTERPRETER_ARCH, multiprocessors=1)
+
+
+def identity_of(device: torch.device) -> GpuIdentity:
+    """The identity that results on `device` are stored under."""
+    if interpreting():
+        return INTERPRETER
+    import torch
+
+    return gpu_identity(torch.cuda.current_device() if device.index is None else device.index)
