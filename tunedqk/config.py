@@ -6,14 +6,13 @@ Plain data; neither torch nor triton is imported here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import msgspec
 
 MAX_HEAD_DIM = 576
 MIN_BUCKET = 512
-# Below this many query rows per KV head `tl.sum` beats `tl.dot` with its padded operand (see kernels/vectorized.py).
-DOT_ROWS = 4
 
 ELEMENT_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of one key element, by dtype name: the dtypes that the kernels take."""
@@ -98,3 +97,130 @@ def tuning_key(seq_len: int, head_dim: int, dtype: str, rows: int, page_size: in
         seq_len=max(next_power_of_2(seq_len), MIN_BUCKET),
         page_size=page_size,
     )
+
+
+class Blocking(NamedTuple):
+    """How the kernel cuts head_dim and the query rows of a KV head; a function of the shape, not tuned.
+
+    head_dim is covered by BLOCK_D elements and, where one power of two would waste too much, TAIL_D more. ROWS query
+    rows are scored at a time: by `tl.dot`, or one after the other by `tl.sum`.
+    """
+
+    BLOCK_D: int
+    TAIL_D: int
+    ROWS: int
+    dot: bool
+
+    @property
+    def elements(self) -> int:
+        """Elements of one key as the kernel holds it, padding included."""
+        return self.BLOCK_D + self.TAIL_D
+
+
+def blocking(head_dim: int, dtype: str, group: int) -> Blocking:
+    """The blocking for `group` query heads per KV head."""
+    # On an H200 at head_dim 128, tl.sum over tl.dot: bf16 0.87 at 2 rows, 0.58 at 4; fp32, whose products may not go
+    # through TF32 and so not through the matrix units, 1.8 at 4 rows, 1.1 at 8, 0.83 at 16.
+    dot = next_power_of_2(group) >= (16 if dtype == "float32" else 2)
+    block_d, tail_d = next_power_of_2(head_dim), 0
+    if head_dim > 256 and block_d > head_dim:
+        block_d //= 2
+        tail_d = next_power_of_2(head_dim - block_d)
+    if not dot:
+        return Blocking(block_d, tail_d, ROWS=group, dot=False)
+    # 16 is the least that tl.dot takes on every target. Rows beyond the limit are further programs, which find the
+    # keys in L2: fp32 would spill, and a long head_dim leaves no shared memory for more.
+    limit = 16 if dtype == "float32" else 128 if head_dim <= 128 else 64 if head_dim <= 256 else 32
+    rows = min(max(16, next_power_of_2(group)), limit)
+    return Blocking(max(16, block_d), max(16, tail_d) if tail_d else 0, rows, dot=True)
+
+
+def shared_memory_bytes(config: KernelConfig, blocks: Blocking, dtype: str) -> int:
+    """Shared memory that the kernel needs at least; an estimate from below, used to skip candidates before compiling."""
+    if not blocks.dot:
+        return 0
+    tiles = config.num_stages if config.TILE_SIZE < config.CHUNK_SIZE else 1
+    return (blocks.ROWS + tiles * config.TILE_SIZE) * blocks.elements * ELEMENT_SIZE[dtype]
+
+
+def _sum_space(element_bytes: int) -> Iterator[tuple[int, int, int, int]]:
+    """(CHUNK_SIZE, TILE_SIZE, num_stages, num_warps) for `tl.sum`: one tile, 64 to 256 bytes a thread."""
+    # A loop over tiles gained nothing here, so num_stages would change nothing.
+    smallest = min(max(next_power_of_2(4096 // element_bytes), 16), 128)
+    for chunk in (smallest, 2 * smallest, 4 * smallest, 8 * smallest):
+        if chunk > smallest and chunk * element_bytes > 32768:
+            break
+        for warps in (1, 2, 4, 8):
+            if 64 <= chunk * element_bytes // (32 * warps) <= 256 or (chunk == smallest and warps == 4):
+                yield chunk, chunk, 1, warps
+
+
+def _dot_space(dtype: str, head_dim: int) -> Iterator[tuple[int, int, int, int]]:
+    """The same for `tl.dot`: one tile, or a pipelined loop over a few."""
+    tile = 64 if head_dim <= 256 else 32
+    if dtype == "float32":
+        for chunk, warps in itertools.product((tile, 2 * tile, 4 * tile), (2, 4)):
+            yield from ((chunk, tile, stages, warps) for stages in ((1,) if chunk == tile else (1, 2)))
+        return
+    yield from ((tile, tile, 1, warps) for warps in (2, 4))
+    yield from ((2 * tile, tile, stages, 4) for stages in (2, 3, 4))
+    yield from ((4 * tile, tile, stages, 4) for stages in (3, 4))
+    yield from ((2 * tile, 2 * tile, 1, warps) for warps in (4, 8))
+    yield from ((4 * tile, 2 * tile, stages, warps) for stages, warps in itertools.product((2, 3), (4, 8)))
+    yield from ((8 * tile, 2 * tile, 3, warps) for warps in (4, 8))
+
+
+def search_space(key: TuningKey, *, interpreted: bool = False) -> list[KernelConfig]:
+    """The candidates for a key, at most 32; under the interpreter its distinct programs, at most 4.
+
+    Warps, stages and hints are no part of the program that the interpreter runs.
+    """
+    blocks = blocking(key.head_dim, key.dtype, key.rows)
+    size = ELEMENT_SIZE[key.dtype]
+    if blocks.dot:
+        points = list(_dot_space(key.dtype, key.head_dim))
+        hints = [("", ""), ("evict_first", "evict_last")]
+    else:
+        points = list(_sum_space(blocks.elements * size))
+        hints = [("", ""), ("evict_first", ""), ("evict_first", "evict_last")]
+    if interpreted:
+        programs = dict.fromkeys((chunk, tile) for chunk, tile, _, _ in points)
+        return [KernelConfig(chunk, tile, num_warps=4) for chunk, tile in list(programs)[:4]]
+    return [
+        KernelConfig(chunk, tile, warps, stages, load, store)
+        for chunk, tile, stages, warps in points
+        for load, store in hints
+    ]
+
+
+def fits_shared_memory(config: KernelConfig, key: TuningKey, limit: int) -> bool:
+    """Whether the candidate can fit `limit` bytes of shared memory."""
+    return shared_memory_bytes(config, blocking(key.head_dim, key.dtype, key.rows), key.dtype) <= limit
+
+
+def default_config(key: TuningKey, *, interpreted: bool = False) -> KernelConfig:
+    """A fair guess for a key that nothing is known about: it needs little shared memory and suits most shapes."""
+    candidates = search_space(key, interpreted=interpreted)
+    blocks = blocking(key.head_dim, key.dtype, key.rows)
+    modest = [c for c in candidates if c.num_warps == 4 and c.TILE_SIZE == c.CHUNK_SIZE] or candidates
+    return min(modest, key=lambda c: (abs(c.CHUNK_SIZE * blocks.elements - 8192), c))
+
+
+GRID_HEAD_DIMS = (128, 64, 80, 96, 256)
+GRID_DTYPES = ("bfloat16", "float16", "float32")
+GRID_ROWS = (1, 4, 8, 16)
+GRID_SEQ_LENS = tuple(512 << step for step in range(9))  # 512 to 131072
+
+
+def grid(
+    head_dims: Iterable[int] = GRID_HEAD_DIMS,
+    dtypes: Iterable[str] = GRID_DTYPES,
+    rows: Iterable[int] = GRID_ROWS,
+    seq_lens: Iterable[int] = GRID_SEQ_LENS,
+) -> list[TuningKey]:
+    """The keys to tune, in the order given, so the most useful come first; all lengths of a shape share its binaries."""
+    keys = (
+        tuning_key(seq_len, head_dim, dtype, row)
+        for dtype, head_dim, row, seq_len in itertools.product(dtypes, head_dims, rows, seq_lens)
+    )
+    return list(dict.fromkeys(keys))

@@ -1,0 +1,77 @@
+"""Timing kernels on a GPU without flattering or punishing them.
+
+A kernel is launched over input sets that together exceed the L2 cache several times, from one CUDA graph, so that
+neither warm lines nor the host's launch time count. (Flushing L2 by writing to a buffer leaves dirty lines that the
+next kernel pays for.) Competitors are replayed in turns, so that clocks and neighbours change for all of them alike.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class Sample(NamedTuple):
+    """Microseconds of one launch."""
+
+    median: float
+    p20: float
+    p80: float
+
+
+def summarise(times: Sequence[float]) -> Sample:
+    """Median and 20th and 80th percentile."""
+    ordered = sorted(times)
+    last = len(ordered) - 1
+    return Sample(statistics.median(ordered), ordered[round(0.2 * last)], ordered[round(0.8 * last)])
+
+
+def rotation(bytes_per_set: int, device: torch.device) -> int:
+    """How many input sets of this size exceed the L2 cache four times together."""
+    l2 = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(1, -(-4 * l2 // max(bytes_per_set, 1)))
+
+
+class Replay:
+    """A CUDA graph of the given calls, one after the other; every call is run once before the capture."""
+
+    def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
+        self.launches = len(calls)
+        self.graph = torch.cuda.CUDAGraph()
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            calls[0]()  # loads the kernel, which a capture does not allow
+            with torch.cuda.graph(self.graph, stream=stream):
+                for call in calls:
+                    call()
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def enqueue(self) -> None:
+        """Replay once between two events."""
+        self._start.record()
+        self.graph.replay()
+        self._end.record()
+
+    def elapsed(self) -> float:
+        """Microseconds a launch took in the last replay; waits for it."""
+        self._end.synchronize()
+        return self._start.elapsed_time(self._end) * 1000.0 / self.launches
+
+
+def interleave(replays: Sequence[Replay], rounds: int, warmup: int = 2) -> list[Sample]:
+    """Time the graphs in turns: `rounds` replays of each, after `warmup` rounds that do not count."""
+    times: list[list[float]] = [[] for _ in replays]
+    for round_ in range(warmup + rounds):
+        for replay in replays:
+            replay.enqueue()
+        for slot, replay in zip(times, replays, strict=True):
+            elapsed = replay.elapsed()
+            if round_ >= warmup:
+                slot.append(elapsed)
+    return [summarise(slot) for slot in times]
