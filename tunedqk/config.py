@@ -121,17 +121,18 @@ def blocking(head_dim: int, dtype: str, group: int) -> Blocking:
     """The blocking for `group` query heads per KV head."""
     # On an H200 at head_dim 128, tl.sum over tl.dot: bf16 0.87 at 2 rows, 0.58 at 4; fp32, whose products may not go
     # through TF32 and so not through the matrix units, 1.8 at 4 rows, 1.1 at 8, 0.83 at 16.
-    dot = next_power_of_2(group) >= (16 if dtype == "float32" else 2)
+    rows = next_power_of_2(group)
+    dot = rows >= 2 if dtype != "float32" else rows >= 16 and head_dim <= 256
     block_d, tail_d = next_power_of_2(head_dim), 0
     if head_dim > 256 and block_d > head_dim:
         block_d //= 2
         tail_d = next_power_of_2(head_dim - block_d)
     if not dot:
-        return Blocking(block_d, tail_d, ROWS=group, dot=False)
+        return Blocking(block_d, tail_d, ROWS=min(group, 16), dot=False)
     # 16 is the least that tl.dot takes on every target. Rows beyond the limit are further programs, which find the
     # keys in L2: fp32 would spill, and a long head_dim leaves no shared memory for more.
     limit = 16 if dtype == "float32" else 128 if head_dim <= 128 else 64 if head_dim <= 256 else 32
-    rows = min(max(16, next_power_of_2(group)), limit)
+    rows = min(max(16, rows), limit)
     return Blocking(max(16, block_d), max(16, tail_d) if tail_d else 0, rows, dot=True)
 
 
@@ -147,11 +148,12 @@ def _sum_space(element_bytes: int) -> Iterator[tuple[int, int, int, int]]:
     """(CHUNK_SIZE, TILE_SIZE, num_stages, num_warps) for `tl.sum`: one tile, 64 to 256 bytes a thread."""
     # A loop over tiles gained nothing here, so num_stages would change nothing.
     smallest = min(max(next_power_of_2(4096 // element_bytes), 16), 128)
+    least = min(64, smallest * element_bytes // 32)
     for chunk in (smallest, 2 * smallest, 4 * smallest, 8 * smallest):
-        if chunk > smallest and chunk * element_bytes > 32768:
+        if chunk > 2 * smallest and chunk * element_bytes > 32768:
             break
         for warps in (1, 2, 4, 8):
-            if 64 <= chunk * element_bytes // (32 * warps) <= 256 or (chunk == smallest and warps == 4):
+            if least <= chunk * element_bytes // (32 * warps) <= 256:
                 yield chunk, chunk, 1, warps
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 import msgspec
+
+import tunedqk
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +55,10 @@ def interpreting() -> bool:
 @functools.cache
 def toolchain() -> Toolchain:
     """The installed versions."""
-    return Toolchain(*(metadata.version(name) for name in ("triton", "torch", "tunedqk")))
+    import torch
+    import triton
+
+    return Toolchain(triton.__version__, str(torch.__version__).split("+")[0], tunedqk.__version__)
 
 
 @functools.cache

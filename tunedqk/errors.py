@@ -13,7 +13,11 @@ class NoAcceptedConfigError(TunedQKError):
 
 
 class RejectedConfigError(TunedQKError):
-    """One given config did not compile, or did not agree with the loop kernel."""
+    """One config did not compile, or did not agree with the loop kernel; `verdict` says which."""
+
+    def __init__(self, message: str, verdict: str) -> None:
+        super().__init__(message)
+        self.verdict = verdict
 
 
 class MissingConfigError(TunedQKError):
@@ -26,3 +30,7 @@ class CaptureError(TunedQKError):
 
 class TuningDBWarning(UserWarning):
     """A tuning DB file could not be read, or could not be written."""
+
+
+class TuningDeclinedError(TunedQKError):
+    """Too little memory is free to tune; the call goes on with another validated config."""

@@ -8,6 +8,7 @@ next kernel pays for.) Competitors are replayed in turns, so that clocks and nei
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -75,3 +76,31 @@ def interleave(replays: Sequence[Replay], rounds: int, warmup: int = 2) -> list[
             if round_ >= warmup:
                 slot.append(elapsed)
     return [summarise(slot) for slot in times]
+
+
+class ScreenTimer:
+    """A short look at one call: a few launches, L2 refilled by reads before each. On a CPU, the wall time of one."""
+
+    def __init__(self, device: torch.device, runs: int = 5) -> None:
+        self._device = device
+        self._runs = runs
+        self._flush = torch.empty(0)
+        if device.type == "cuda":
+            l2 = torch.cuda.get_device_properties(device).L2_cache_size
+            self._flush = torch.zeros(2 * l2 // 4, device=device)
+
+    def __call__(self, call: Callable[[], object]) -> Sample:
+        """Microseconds of one call."""
+        if self._device.type != "cuda":
+            start = time.perf_counter()
+            call()
+            return summarise([(time.perf_counter() - start) * 1e6])
+        call()
+        pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(self._runs)]
+        for start_event, end_event in pairs:
+            self._flush.max()
+            start_event.record()
+            call()
+            end_event.record()
+        torch.cuda.synchronize(self._device)
+        return summarise([start_event.elapsed_time(end_event) * 1000.0 for start_event, end_event in pairs])

@@ -61,9 +61,21 @@ def _dot_with_row(keys, q_base, offs_d, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
+def _to_output(scores, fill, valid, element_ty: tl.constexpr, ROUND_BY_HAND: tl.constexpr):
+    """Scores where `valid`, else fill, rounded once to the output's dtype."""
+    scores = tl.where(valid, scores, fill)
+    if ROUND_BY_HAND:
+        # The interpreter truncates fp32 to bf16. Round to nearest even on the bits, so that nothing is left to cut.
+        bits = scores.to(tl.int32, bitcast=True)
+        nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+        scores = tl.where(scores == scores, nearest, scores)
+    return scores.to(element_ty)
+
+
+@triton.jit
 def _scores_by_sum(
     q_base, k_base, out_base, scale, fill, left, out_left, rows_left, stride_qh, stride_kl, stride_oh, stride_ol,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr, ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr, ROWS: tl.constexpr, ROUND_BY_HAND: tl.constexpr,
     CHUNK_SIZE: tl.constexpr, TILE_SIZE: tl.constexpr, STAGES: tl.constexpr,
     LOAD_HINT: tl.constexpr, STORE_HINT: tl.constexpr,
 ):  # fmt: skip
@@ -80,17 +92,17 @@ def _scores_by_sum(
             scores = _dot_with_row(keys, q_row, offs_d, HEAD_DIM)
             if TAIL_D:
                 scores += _dot_with_row(tail_keys, q_row, tail_d, HEAD_DIM)
-            scores = tl.where(pos < left, scores * scale, fill)
+            scores = _to_output(scores * scale, fill, pos < left, out_base.dtype.element_ty, ROUND_BY_HAND)
             ptrs = out_base + row * stride_oh + pos.to(tl.int64) * stride_ol
             mask = (pos < out_left) & (row < rows_left)
-            tl.store(ptrs, scores.to(out_base.dtype.element_ty), mask=mask, eviction_policy=STORE_HINT)
+            tl.store(ptrs, scores, mask=mask, eviction_policy=STORE_HINT)
 
 
 @triton.jit
 def _scores_by_dot(
     q_base, k_base, out_base, scale, fill, left, out_left, rows_left, stride_qh, stride_kl, stride_oh, stride_ol,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr, ROWS: tl.constexpr, DOT_DTYPE: tl.constexpr,
-    CHUNK_SIZE: tl.constexpr, TILE_SIZE: tl.constexpr, STAGES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr, ROWS: tl.constexpr, ROUND_BY_HAND: tl.constexpr,
+    DOT_DTYPE: tl.constexpr, CHUNK_SIZE: tl.constexpr, TILE_SIZE: tl.constexpr, STAGES: tl.constexpr,
     LOAD_HINT: tl.constexpr, STORE_HINT: tl.constexpr,
 ):  # fmt: skip
     """All query rows at once on the matrix units: keys are the M operand, the rows are columns."""
@@ -108,10 +120,11 @@ def _scores_by_dot(
         if TAIL_D:
             tail_keys = _load_keys(k_base, stride_kl, pos, left, tail_d, HEAD_DIM, LOAD_HINT)
             scores = tl.dot(tail_keys.to(DOT_DTYPE), tail_q, scores, input_precision="ieee")
-        scores = tl.where((pos < left)[:, None], scores * scale, fill)
+        valid = (pos < left)[:, None]
+        scores = _to_output(scores * scale, fill, valid, out_base.dtype.element_ty, ROUND_BY_HAND)
         ptrs = out_base + rows[None, :] * stride_oh + pos.to(tl.int64)[:, None] * stride_ol
         mask = (pos < out_left)[:, None] & (rows < rows_left)[None, :]
-        tl.store(ptrs, scores.to(out_base.dtype.element_ty), mask=mask, eviction_policy=STORE_HINT)
+        tl.store(ptrs, scores, mask=mask, eviction_policy=STORE_HINT)
 
 
 # Whatever grows with the cache, or differs between callers, is neither specialised on its value nor on its alignment:
@@ -129,7 +142,7 @@ def qk_score_kernel(
     stride_kb: tl.int64, stride_kl: tl.int64, stride_kh: tl.int64,
     stride_ob: tl.int64, stride_oh: tl.int64, stride_ol: tl.int64,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    DOT_DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+    DOT_DTYPE: tl.constexpr, ALIGNED: tl.constexpr, ROUND_BY_HAND: tl.constexpr,
     CHUNK_SIZE: tl.constexpr, TILE_SIZE: tl.constexpr, STAGES: tl.constexpr,
     LOAD_HINT: tl.constexpr, STORE_HINT: tl.constexpr,
 ):  # fmt: skip
@@ -155,10 +168,12 @@ def qk_score_kernel(
     if DOT_DTYPE is None:
         _scores_by_sum(
             q_base, k_base, out_base, scale, fill, left, out_left, rows_left, stride_qh, stride_kl, stride_oh,
-            stride_ol, HEAD_DIM, BLOCK_D, TAIL_D, ROWS, CHUNK_SIZE, TILE_SIZE, STAGES, LOAD_HINT, STORE_HINT,
+            stride_ol, HEAD_DIM, BLOCK_D, TAIL_D, ROWS, ROUND_BY_HAND, CHUNK_SIZE, TILE_SIZE, STAGES,
+            LOAD_HINT, STORE_HINT,
         )  # fmt: skip
     else:
         _scores_by_dot(
             q_base, k_base, out_base, scale, fill, left, out_left, rows_left, stride_qh, stride_kl, stride_oh,
-            stride_ol, HEAD_DIM, BLOCK_D, TAIL_D, ROWS, DOT_DTYPE, CHUNK_SIZE, TILE_SIZE, STAGES, LOAD_HINT, STORE_HINT,
+            stride_ol, HEAD_DIM, BLOCK_D, TAIL_D, ROWS, ROUND_BY_HAND, DOT_DTYPE, CHUNK_SIZE, TILE_SIZE,
+            STAGES, LOAD_HINT, STORE_HINT,
         )  # fmt: skip

@@ -1,0 +1,74 @@
+"""Without a GPU the tests run under Triton's interpreter, with one on it. The user's cache is never touched."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import torch
+
+# Triton reads the variable while it is imported: after torch, before triton. An explicit choice is respected.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+
+from tunedqk import device as device_module
+
+INTERPRETED = device_module.interpreting()
+ON_GPU = torch.cuda.is_available() and not INTERPRETED
+
+
+def pytest_configure(config):
+    # More threads only fight each other on small machines.
+    torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+def pytest_report_header(config):
+    if ON_GPU:
+        mode = f"GPU, {torch.cuda.get_device_name()}"
+    elif INTERPRETED:
+        mode = "Triton's interpreter (TRITON_INTERPRET)"
+    else:
+        mode = "no GPU and no interpreter: tests that launch a kernel fail"
+    return f"tunedqk: {mode}; torch {torch.__version__}, triton {triton.__version__}"
+
+
+def pytest_collection_modifyitems(items):
+    if ON_GPU:
+        return
+    reason = "needs a GPU, but TRITON_INTERPRET is set" if torch.cuda.is_available() else "needs a GPU"
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_environment(tmp_path_factory):
+    """One cache directory for the whole run, so that a binary is validated once; no setting of the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TUNEDQK_CACHE_DIR", str(tmp_path_factory.mktemp("tunedqk-cache")))
+        patch.delenv("TUNEDQK_DB_PATH", raising=False)
+        patch.delenv("TUNEDQK_MODE", raising=False)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seeds():
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def cache_dir(tmp_path, monkeypatch):
+    """An empty cache directory for one test."""
+    path = tmp_path / "cache"
+    monkeypatch.setenv("TUNEDQK_CACHE_DIR", str(path))
+    return path
+
+
+@pytest.fixture(scope="session")
+def device():
+    """Where tensors go: the GPU, or the CPU under the interpreter."""
+    return "cuda" if ON_GPU else "cpu"

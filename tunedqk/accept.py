@@ -1,0 +1,136 @@
+"""The door: a config becomes a binary that may be launched, by a receipt or by validation, or it is turned away."""
+
+from __future__ import annotations
+
+import datetime
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from triton.errors import TritonError
+from triton.runtime.errors import OutOfResources
+
+from tunedqk import validate
+from tunedqk.db import Receipt, TuningDB
+from tunedqk.errors import RejectedConfigError
+from tunedqk.launch import Binary, Variant, build
+from tunedqk.validate import Validator, Verdict
+
+if TYPE_CHECKING:
+    from tunedqk.config import KernelConfig
+
+
+def now() -> str:
+    """The time for a record, in UTC and without fractions of a second."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+class Built(NamedTuple):
+    """A binary, or why there is none."""
+
+    binary: Binary | None
+    verdict: Verdict
+
+
+class Door:
+    """Validates binaries on one device, and keeps their receipts in its tuning DB."""
+
+    def __init__(self, device: torch.device, db: TuningDB) -> None:
+        self.device = device
+        self.db = db
+        self.validations = 0
+        self._validator: Validator | None = None
+
+    def release(self) -> None:
+        """Free the inputs that binaries were judged on."""
+        self._validator = None
+
+    def build(self, variant: Variant, config: KernelConfig) -> Built:
+        """Compile and load. What the compiler refuses is a verdict, not an error."""
+        try:
+            return Built(build(self.device, variant, config), Verdict(validate.CORRECT))
+        except OutOfResources as error:
+            return Built(None, Verdict(validate.OUT_OF_RESOURCES, what=_first_line(error)))
+        except (TritonError, RuntimeError) as error:  # RuntimeError: a failed compiler pass
+            return Built(None, Verdict(validate.DID_NOT_COMPILE, what=_first_line(error)))
+
+    def accept(self, variant: Variant, config: KernelConfig, seq_len: int) -> Binary:
+        """The binary for launching at lengths of the bucket `seq_len`; RejectedConfigError if it fails validation.
+
+        A receipt that covers the bucket suffices. Otherwise the whole list is checked, once; a 16-bit output also
+        has its float32-output twin checked, since an error can hide under the rounding of 16 bits; and one comparison
+        is made at the bucket's own length. What comes out becomes a receipt.
+        """
+        binary, verdict = self.build(variant, config)
+        if binary is not None:
+            receipt = self.db.receipt(binary.hash)
+            if receipt is not None and not receipt.correct:
+                verdict = Verdict(receipt.verdict, receipt.max_error, receipt.what)
+            elif receipt is None or seq_len not in receipt.seq_lens:
+                verdict = self._validate(binary, receipt, seq_len)
+            if verdict.correct:
+                return binary
+        raise RejectedConfigError(f"config ({config}) for {variant}: {verdict.verdict}: {verdict.what}", verdict.verdict)
+
+    def screen(self, binary: Binary, seq_len: int) -> Verdict:
+        """As accept, but without the twin, for a candidate that may never be launched for a user: no good receipt."""
+        receipt = self.db.receipt(binary.hash)
+        if receipt is not None and not receipt.correct:
+            return Verdict(receipt.verdict, receipt.max_error, receipt.what)
+        verdict = Verdict(validate.CORRECT)
+        if receipt is None:
+            verdict = self._check(binary)
+        if verdict.correct and (receipt is None or seq_len not in receipt.seq_lens):
+            verdict = self._validator_for(binary.variant).check_length(binary, seq_len)
+        if not verdict.correct:
+            self._record(binary, verdict, ())
+        return verdict
+
+    def _validate(self, binary: Binary, receipt: Receipt | None, seq_len: int) -> Verdict:
+        verdict = Verdict(validate.CORRECT, receipt.max_error if receipt else None)
+        twin = ""
+        if receipt is not None:
+            twin = receipt.twin
+        else:
+            verdict = self._check(binary)
+            if verdict.correct and binary.variant.out_dtype != torch.float32:
+                verdict, twin = self._check_twin(binary)
+        if verdict.correct:
+            at_length = self._validator_for(binary.variant).check_length(binary, seq_len)
+            worst = max(verdict.max_error or 0.0, at_length.max_error or 0.0)
+            verdict = at_length._replace(max_error=worst)
+        self._record(binary, verdict, (seq_len,), twin)
+        return verdict
+
+    def _check_twin(self, binary: Binary) -> tuple[Verdict, str]:
+        twin, verdict = self.build(binary.variant._replace(out_dtype=torch.float32), binary.config)
+        if twin is None:
+            return verdict._replace(what=f"float32-output twin: {verdict.what}"), ""
+        verdict = self._check(twin)
+        if not verdict.correct:
+            verdict = verdict._replace(what=f"float32-output twin: {verdict.what}")
+        return verdict, twin.hash
+
+    def _check(self, binary: Binary) -> Verdict:
+        self.validations += 1
+        return self._validator_for(binary.variant).check(binary)
+
+    def _validator_for(self, variant: Variant) -> Validator:
+        if self._validator is None or not self._validator.judges(variant):
+            self._validator = Validator(self.device, variant)
+        return self._validator
+
+    def _record(self, binary: Binary, verdict: Verdict, seq_lens: tuple[int, ...], twin: str = "") -> None:
+        receipt = Receipt(
+            binary=binary.hash,
+            verdict=verdict.verdict,
+            max_error=verdict.max_error,
+            what=f"{binary.variant}; {binary.config}" + (f"; {verdict.what}" if verdict.what else ""),
+            seq_lens=seq_lens if verdict.correct else (),
+            validated_at=now(),
+            twin=twin,
+        )
+        self.db.record(receipts=[receipt])
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

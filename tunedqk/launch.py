@@ -1,0 +1,231 @@
+"""From a call's tensors to a launched kernel: sizes and strides of a call, the variants, binaries ready to launch."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton.language as tl
+from triton import knobs
+
+from tunedqk.config import ELEMENT_SIZE, Blocking, KernelConfig, TuningKey, blocking, tuning_key
+from tunedqk.device import interpreting
+from tunedqk.kernels.vectorized import qk_score_kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MAX_PROGRAMS = 2**31 - 1
+ALIGNMENT = 16  # bytes, of the widest load
+
+_TL_DTYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _TL_DTYPE}
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+class Variant(NamedTuple):
+    """What a call compiles into its binary, besides the config."""
+
+    head_dim: int
+    group: int
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    aligned: bool
+
+    @property
+    def blocking(self) -> Blocking:
+        """How the kernel cuts this shape."""
+        return blocking(self.head_dim, DTYPE_NAMES[self.dtype], self.group)
+
+    def key(self, seq_len: int) -> TuningKey:
+        """The key that this variant's winner is stored under."""
+        return tuning_key(seq_len, self.head_dim, DTYPE_NAMES[self.dtype], self.group)
+
+    def __str__(self) -> str:
+        names = f"{DTYPE_NAMES[self.dtype]} to {DTYPE_NAMES[self.out_dtype]}"
+        return f"head_dim {self.head_dim}, group {self.group}, {names}, {'' if self.aligned else 'not '}aligned"
+
+
+class Geometry(NamedTuple):
+    """Sizes and strides (in elements) of one call, in the order in which the kernel takes them.
+
+    A stride over a dimension of size one is 0: it addresses nothing, and must not spoil the alignment.
+    """
+
+    seq_len: int
+    out_len: int
+    kv_heads: int
+    stride_qb: int
+    stride_qh: int
+    stride_kb: int
+    stride_kl: int
+    stride_kh: int
+    stride_ob: int
+    stride_oh: int
+    stride_ol: int
+
+
+def geometry(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, layout: str, *, fill_tail: bool) -> Geometry:
+    """Sizes and strides of a call whose arguments were checked. Without `fill_tail`, out ends at seq_len."""
+    batch, q_heads, _ = q.shape
+    stride_qb, stride_qh, _ = q.stride()
+    if layout == "NHD":
+        _, seq_len, kv_heads, _ = k.shape
+        stride_kb, stride_kl, stride_kh, _ = k.stride()
+    else:
+        _, kv_heads, seq_len, _ = k.shape
+        stride_kb, stride_kh, stride_kl, _ = k.stride()
+    stride_ob, stride_oh, stride_ol = out.stride()
+    if batch == 1:
+        stride_qb = stride_kb = 0
+    if q_heads == 1:
+        stride_qh = 0
+    if kv_heads == 1:
+        stride_kh = 0
+    if seq_len == 1:
+        stride_kl = 0
+    return Geometry(
+        seq_len, out.shape[2] if fill_tail else seq_len, kv_heads,
+        stride_qb, stride_qh, stride_kb, stride_kl, stride_kh, stride_ob, stride_oh, stride_ol,
+    )  # fmt: skip
+
+
+def is_aligned(q: torch.Tensor, k: torch.Tensor, sizes: Geometry) -> bool:
+    """Whether every key and query row starts at a multiple of 16 bytes. Output strides do not matter."""
+    _, _, _, qb, qh, kb, kl, kh, _, _, _ = sizes
+    addresses = q.data_ptr() | k.data_ptr() | (qb | qh | kb | kl | kh) * k.element_size()
+    return addresses % ALIGNMENT == 0
+
+
+class _Pointer:
+    """Stands for a tensor when compiling: a dtype, and an address that is a multiple of 16 or is not."""
+
+    def __init__(self, dtype: torch.dtype, *, aligned: bool) -> None:
+        self.dtype = dtype
+        self._address = 0 if aligned else 1
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+def shape_constexprs(variant: Variant) -> dict[str, Any]:
+    """The kernel's constexpr arguments that the config does not fix, in order."""
+    blocks = variant.blocking
+    dot_dtype = None
+    if blocks.dot:
+        # The interpreter's tl.dot multiplies the bit patterns of bf16.
+        dot_dtype = tl.float32 if interpreting() else _TL_DTYPE[variant.dtype]
+    return {
+        "HEAD_DIM": variant.head_dim,
+        "BLOCK_D": blocks.BLOCK_D,
+        "TAIL_D": blocks.TAIL_D,
+        "GROUP": variant.group,
+        "ROWS": blocks.ROWS,
+        "DOT_DTYPE": dot_dtype,
+        "ALIGNED": variant.aligned,
+        "ROUND_BY_HAND": interpreting() and variant.out_dtype == torch.bfloat16,
+    }
+
+
+class Binary:
+    """The kernel for one variant and config, ready to launch. `hash` names it: what a receipt speaks of."""
+
+    hash: str
+
+    def __init__(self, variant: Variant, config: KernelConfig) -> None:
+        self.variant = variant
+        self.config = config
+        self.constexprs = (*shape_constexprs(variant).values(), *config.meta().values())
+        self.row_blocks = -(-variant.group // variant.blocking.ROWS)
+        self._chunk_size = config.CHUNK_SIZE
+
+    def programs(self, batch: int, sizes: Geometry) -> int:
+        """Programs of a launch; 0 when there is nothing to write."""
+        return batch * sizes.kv_heads * self.row_blocks * -(-sizes.out_len // self._chunk_size)
+
+    def launch(
+        self, q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, scale: float, fill: float, sizes: Geometry
+    ) -> None:
+        """Launch on the current stream of the current device; the caller checked shapes, dtypes and alignment."""
+        raise NotImplementedError
+
+
+class CompiledBinary(Binary):
+    """A binary on a GPU, launched without the argument work that Triton does for each `kernel[grid]` call."""
+
+    def __init__(self, variant: Variant, config: KernelConfig) -> None:
+        """Compile and load for the current device; raises what Triton raises."""
+        super().__init__(variant, config)
+        q, k = (_Pointer(variant.dtype, aligned=variant.aligned) for _ in range(2))
+        out = _Pointer(variant.out_dtype, aligned=True)
+        placeholders = (1.0, 0.0, *(1 for _ in Geometry._fields))
+        self.kernel = qk_score_kernel.warmup(
+            q, k, out, *placeholders, *self.constexprs,
+            grid=(1,), num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+        self.hash = self.kernel.hash
+        self._run: Callable[..., None] = self.kernel.run  # loads the binary: out of shared memory shows here
+        self._fixed = (self.kernel.function, self.kernel.packed_metadata)
+
+    def launch(
+        self, q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, scale: float, fill: float, sizes: Geometry
+    ) -> None:
+        """See Binary.launch."""
+        programs = self.programs(q.shape[0], sizes)
+        if not programs:
+            return
+        stream = torch._C._cuda_getCurrentRawStream(q.device.index)
+        hooks = knobs.runtime
+        self._run(
+            programs, 1, 1, stream, *self._fixed, None, hooks.launch_enter_hook, hooks.launch_exit_hook,
+            q.data_ptr(), k.data_ptr(), out.data_ptr(), scale, fill, *sizes, *self.constexprs,
+        )  # fmt: skip
+
+
+class InterpretedBinary(Binary):
+    """The kernel under Triton's interpreter. Its hash is that of the source and of what the program depends on."""
+
+    def __init__(self, variant: Variant, config: KernelConfig) -> None:
+        super().__init__(variant, config)
+        program = (variant, config.CHUNK_SIZE, config.TILE_SIZE)
+        self.hash = hashlib.sha256(f"{source_hash()} {program}".encode()).hexdigest()
+
+    def launch(
+        self, q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, scale: float, fill: float, sizes: Geometry
+    ) -> None:
+        """See Binary.launch."""
+        programs = self.programs(q.shape[0], sizes)
+        if programs:
+            qk_score_kernel[(programs,)](q, k, out, scale, fill, *sizes, *self.constexprs)
+
+
+@functools.cache
+def source_hash() -> str:
+    """Hash of the fast kernel's module as a syntax tree: helpers and globals count, comments and folders do not."""
+    import ast
+    import inspect
+
+    from tunedqk.kernels import vectorized
+
+    tree = ast.parse(inspect.getsource(vectorized))
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+
+
+@functools.cache
+def _compiled(device_index: int, variant: Variant, config: KernelConfig) -> CompiledBinary:
+    with torch.cuda.device(device_index):
+        return CompiledBinary(variant, config)
+
+
+def build(device: torch.device, variant: Variant, config: KernelConfig) -> Binary:
+    """The binary for a device, compiled once per process. Raises what Triton raises when it cannot be compiled."""
+    if interpreting():
+        return InterpretedBinary(variant, config)
+    return _compiled(torch.cuda.current_device() if device.index is None else device.index, variant, config)
+
+
+def element_size(dtype: torch.dtype) -> int:
+    """Bytes of an element."""
+    return ELEMENT_SIZE[DTYPE_NAMES[dtype]]

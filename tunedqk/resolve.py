@@ -1,0 +1,142 @@
+"""The cold path: which config a call uses, and the accepted binary for it."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import logging
+import os
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+
+from tunedqk.accept import Door
+from tunedqk.config import KernelConfig, TuningKey, default_config
+from tunedqk.db import TuningDB
+from tunedqk.device import identity_of, interpreting
+from tunedqk.errors import MissingConfigError, RejectedConfigError, TuningDeclinedError
+from tunedqk.tune import tune
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tunedqk.launch import Binary, Variant
+
+logger = logging.getLogger(__name__)
+
+TUNING_WAIT = 300.0  # seconds to wait for another process that tunes on this GPU
+
+
+class Mode(enum.Enum):
+    """What a call does about a key without a winner."""
+
+    TUNE = "tune"
+    CACHED = "cached"
+    STRICT = "strict"
+
+
+def mode() -> Mode:
+    """The mode that TUNEDQK_MODE sets; tune if it sets none."""
+    name = os.environ.get("TUNEDQK_MODE") or Mode.TUNE.value
+    try:
+        return Mode(name)
+    except ValueError:
+        raise ValueError(f"TUNEDQK_MODE: expected one of {[m.value for m in Mode]}, got {name!r}") from None
+
+
+class Resolver:
+    """Finds configs and binaries for one device. Its methods are for one thread at a time: see `lock`."""
+
+    def __init__(self, device: torch.device, db: TuningDB | None = None) -> None:
+        self.device = device
+        self.gpu = identity_of(device)
+        self.db = db or TuningDB(self.gpu)
+        self.door = Door(device, self.db)
+        self.lock = threading.Lock()
+        self.tunings = 0
+
+    def resolve(self, variant: Variant, seq_len: int, config: KernelConfig | None = None) -> Binary:
+        """The accepted binary for a variant at a length; with `config`, that one or RejectedConfigError."""
+        key = variant.key(seq_len)
+        try:
+            if config is not None:
+                return self.door.accept(variant, config, key.seq_len)
+            stored = self._stored(key, variant)
+            if stored is not None:
+                return stored
+            if mode() is Mode.STRICT:
+                raise MissingConfigError(
+                    f"no accepted winner is stored for {key} in {self.db.path}, and TUNEDQK_MODE is strict: "
+                    "run `tunedqk pretune` for it, or allow TUNEDQK_MODE=tune"
+                )
+            if mode() is Mode.TUNE:
+                tuned = self._tuned(key, variant)
+                if tuned is not None:
+                    return tuned
+            return self._fallback(key, variant)
+        finally:
+            self.door.release()
+
+    def _stored(self, key: TuningKey, variant: Variant) -> Binary | None:
+        """The stored winner's binary; a winner that fails validation is a miss."""
+        found = self.db.winner(key)
+        if found is None:
+            return None
+        try:
+            return self.door.accept(variant, found.entry.config, key.seq_len)
+        except RejectedConfigError as error:
+            logger.warning("tunedqk: the stored winner of %s in %s was rejected: %s", key, found.path, error)
+            return None
+
+    def _tuned(self, key: TuningKey, variant: Variant) -> Binary | None:
+        """Tune, or take what another process has tuned meanwhile. None when that cannot be done now."""
+        with self.db.tuning_lock(TUNING_WAIT) as acquired:
+            if not acquired:
+                logger.warning("tunedqk: another process has been tuning for %.0f s; going on without", TUNING_WAIT)
+                return None
+            self.db.reload()
+            stored = self._stored(key, variant)
+            if stored is not None:
+                return stored
+            logger.warning(
+                "tunedqk: no winner is stored for %s on %s: tuning now, once. "
+                "`tunedqk pretune` does this ahead of time; TUNEDQK_MODE=cached never does it.",
+                key, self.gpu.name,
+            )  # fmt: skip
+            try:
+                entry = tune(key, self.door)
+            except TuningDeclinedError as error:
+                logger.warning("tunedqk: %s is not tuned: %s", key, error)
+                return None
+            self.tunings += 1
+            self.db.record(entries=[entry])
+        return self.door.accept(variant, entry.config, key.seq_len)
+
+    def _fallback(self, key: TuningKey, variant: Variant) -> Binary:
+        """The nearest stored winner, else the default config, whichever validates first."""
+        rejection: RejectedConfigError | None = None
+        for origin, config in self._guesses(key):
+            try:
+                binary = self.door.accept(variant, config, key.seq_len)
+            except RejectedConfigError as error:
+                rejection = error
+                continue
+            logger.warning(
+                "tunedqk: no winner is stored for %s on %s: using %s (%s). `tunedqk pretune` finds the best.",
+                key, self.gpu.name, origin, config,
+            )  # fmt: skip
+            return binary
+        raise MissingConfigError(f"no config for {key} agreed with the loop kernel") from rejection
+
+    def _guesses(self, key: TuningKey) -> Iterator[tuple[str, KernelConfig]]:
+        nearest = self.db.nearest(key)
+        if nearest is not None:
+            yield f"the winner of seq_len {nearest.entry.key.seq_len}", nearest.entry.config
+        yield "the default config", default_config(key, interpreted=interpreting())
+
+
+@functools.cache
+def resolver_for(device: torch.device) -> Resolver:
+    """The process's resolver for a device (with an index, unless it is the CPU under the interpreter)."""
+    return Resolver(device)

@@ -1,0 +1,149 @@
+"""Decode-time attention scores of a KV cache: `qk_score`.
+
+    out[b, h, l] = scale * sum_d q[b, h, d] * k[b, l, h // group, d],    group = q_heads // kv_heads
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from tunedqk.arguments import Sizes, check, check_config, check_number, check_programs
+from tunedqk.config import MIN_BUCKET, KernelConfig
+from tunedqk.device import interpreting
+from tunedqk.errors import CaptureError
+from tunedqk.launch import MAX_PROGRAMS, Variant, geometry, is_aligned
+from tunedqk.resolve import resolver_for
+
+if TYPE_CHECKING:
+    from tunedqk.launch import Binary
+
+__all__ = ["qk_score"]
+
+
+# Binaries by what a call must share with an earlier one to launch the same: device index, head_dim, group, dtype,
+# out_dtype, aligned, bucket, config.
+_Slot = tuple[int, int, int, torch.dtype, torch.dtype, bool, int, KernelConfig | None]
+_ready: dict[_Slot, Binary] = {}
+
+
+def qk_score(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    scale: float | None = 1.0,
+    layout: str = "NHD",
+    fill: float | None = -math.inf,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    config: KernelConfig | None = None,
+) -> torch.Tensor:
+    """Scores of one query per request against every key of its cache, at the GPU's memory floor.
+
+    Args:
+        q: [batch, q_heads, head_dim]; float32, float16 or bfloat16; head_dim 1 to 576.
+        k: [batch, seq_len, kv_heads, head_dim] (layout "NHD") or [batch, kv_heads, seq_len, head_dim] ("HND"), q's
+            dtype; any strides with a contiguous last dimension. Query head h reads KV head h // (q_heads // kv_heads).
+        scale: factor of the scores; None means head_dim ** -0.5, as in scaled dot product attention.
+        layout: "NHD" (FlashAttention, vLLM) or "HND" (Hugging Face caches).
+        fill: what the positions of a longer `out` past seq_len get; None leaves them untouched. The default, -inf,
+            keeps them out of a softmax and a top-k.
+        out: [batch, q_heads, L] with L >= seq_len, any strides; written and returned. It may not overlap q or k.
+        out_dtype: dtype of the result; q's by default.
+        config: use this config instead of the tuned one. It is validated like any other.
+
+    Returns:
+        [batch, q_heads, seq_len], or `out`. Sums are float32; the only rounding to the output's dtype is the last step.
+
+    On a GPU the kernel's config comes from the tuning DB. Without a winner for the key, the first call tunes (seconds;
+    see TUNEDQK_MODE). No binary is launched before it agreed with the loop kernel on this GPU model. On a CPU the
+    result is computed by torch operations, or by the kernels under TRITON_INTERPRET=1. There is no gradient.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; nothing was launched or written.
+        RejectedConfigError: `config` did not compile or did not agree with the loop kernel.
+        MissingConfigError: no winner is stored and TUNEDQK_MODE is strict.
+        CaptureError: a CUDA graph is being captured and no accepted binary is ready for this call.
+    """
+    sizes = check(q, k, layout, out, out_dtype)
+    factor = sizes.head_dim**-0.5 if scale is None else check_number("scale", scale)
+    fill = None if fill is None else check_number("fill", fill)
+    check_config(config)
+    if out is None:
+        out = torch.empty((sizes.batch, sizes.q_heads, sizes.seq_len), dtype=sizes.out_dtype, device=q.device)
+    if not out.numel():
+        return out
+    if q.is_cuda or interpreting():
+        _score_by_kernel(q, k, out, factor, fill, layout, sizes, config)
+    elif q.device.type == "cpu":
+        _score_by_torch(q, k, out, factor, fill, layout, sizes)
+    else:
+        raise ValueError(f"q: expected a CUDA or CPU device, got {q.device}")
+    return out
+
+
+def _score_by_kernel(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    fill: float | None,
+    layout: str,
+    sizes: Sizes,
+    config: KernelConfig | None,
+) -> None:
+    grid = geometry(q, k, out, layout, fill_tail=fill is not None)
+    index = q.device.index if q.is_cuda else -1
+    bucket = max(MIN_BUCKET, 1 << (sizes.seq_len - 1).bit_length())
+    group = sizes.q_heads // sizes.kv_heads
+    slot = (index, sizes.head_dim, group, q.dtype, sizes.out_dtype, is_aligned(q, k, grid), bucket, config)
+    binary = _ready.get(slot)
+    if binary is None:
+        binary = _make_ready(slot, sizes.seq_len)
+    if out.numel() > MAX_PROGRAMS:
+        check_programs(binary.programs(sizes.batch, grid))
+    if q.is_cuda and index != torch.cuda.current_device():
+        with torch.cuda.device(index):
+            binary.launch(q, k, out, scale, fill or 0.0, grid)
+    else:
+        binary.launch(q, k, out, scale, fill or 0.0, grid)
+
+
+def _make_ready(slot: _Slot, seq_len: int) -> Binary:
+    """The cold path of a call: find, tune or validate, and remember."""
+    index, head_dim, group, dtype, out_dtype, aligned, _, config = slot
+    variant = Variant(head_dim, group, dtype, out_dtype, aligned)
+    if index >= 0 and torch.cuda.is_current_stream_capturing():
+        return _ready_for_capture(slot, variant, seq_len)
+    resolver = resolver_for(torch.device("cpu") if interpreting() else torch.device("cuda", index))
+    with resolver.lock:
+        if slot not in _ready:  # another thread may have been here
+            with torch.inference_mode(mode=False), torch.no_grad():
+                _ready[slot] = resolver.resolve(variant, seq_len, config)
+    return _ready[slot]
+
+
+def _ready_for_capture(slot: _Slot, variant: Variant, seq_len: int) -> Binary:
+    """During a capture nothing can be validated: any accepted binary of the variant does."""
+    for other, binary in _ready.items():
+        if other[:6] == slot[:6] and slot[-1] in (None, other[-1]):
+            return binary
+    raise CaptureError(
+        f"{variant.key(seq_len)} ({variant}): no accepted binary is ready, and a CUDA graph is being captured. "
+        "Make one such call before the capture; `tunedqk pretune` makes that call short."
+    )
+
+
+def _score_by_torch(
+    q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, scale: float, fill: float | None, layout: str, sizes: Sizes
+) -> None:
+    """The same by torch operations, in float64 so that no global matmul precision setting applies."""
+    keys = k if layout == "HND" else k.transpose(1, 2)  # [batch, kv_heads, seq_len, head_dim]
+    rows = q.unflatten(1, (sizes.kv_heads, -1))  # [batch, kv_heads, group, head_dim]
+    for b in range(sizes.batch):  # one request at a time: the float64 copy of a whole cache can be large
+        scores = rows[b].double() @ keys[b].double().transpose(1, 2)  # [kv_heads, group, seq_len]
+        out[b, :, : sizes.seq_len] = scores.mul_(scale).flatten(0, 1).to(out.dtype)
+    if fill is not None:
+        out[:, :, sizes.seq_len :] = fill

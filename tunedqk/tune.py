@@ -1,0 +1,223 @@
+"""Tuning a key: triton.autotune over the candidates that validated, then a closer look at the fastest.
+
+Triton's Autotuner asks two hooks of ours. `early_config_prune` is the door: it compiles the candidates in parallel and
+lets through those that agree with the loop kernel. `do_bench` times each of them briefly. What the Autotuner cannot do,
+comparing in turns and over several batch sizes, follows from our own records.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+
+from tunedqk.accept import now
+from tunedqk.config import KernelConfig, TuningKey, fits_shared_memory, search_space
+from tunedqk.db import Entry, Shape, Timing
+from tunedqk.device import interpreting, toolchain
+from tunedqk.errors import NoAcceptedConfigError, RejectedConfigError
+from tunedqk.kernels.vectorized import qk_score_kernel
+from tunedqk.launch import TORCH_DTYPES, Binary, Variant, geometry, shape_constexprs
+from tunedqk.timing import Sample, ScreenTimer, interleave
+from tunedqk.workload import TimedShape, Workload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from tunedqk.accept import Door
+
+FINALISTS = 8
+ROUNDS = 7
+TIE = 1.005  # within this of the best, the incumbent stays
+
+
+def tuned_variant(key: TuningKey) -> Variant:
+    """The variant that stands for a key when it is tuned."""
+    dtype = TORCH_DTYPES[key.dtype]
+    return Variant(key.head_dim, group=key.rows, dtype=dtype, out_dtype=dtype, aligned=True)
+
+
+def candidates(key: TuningKey, device: torch.device) -> list[KernelConfig]:
+    """The search space of a key, less what cannot fit this GPU's shared memory."""
+    if interpreting():
+        return search_space(key, interpreted=True)
+    limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return [config for config in search_space(key) if fits_shared_memory(config, key, limit)]
+
+
+def triton_config(config: KernelConfig) -> triton.Config:
+    """The config as triton.autotune takes it."""
+    return triton.Config(config.meta(), num_warps=config.num_warps, num_stages=config.num_stages)
+
+
+def tune(
+    key: TuningKey,
+    door: Door,
+    *,
+    incumbent: KernelConfig | None = None,
+    floor_us: Callable[[TimedShape], float] | None = None,
+) -> Entry:
+    """Find the winner of a key on the door's device. Only receipts are stored; the entry is for the caller to store.
+
+    incumbent: stays on a tie. floor_us: what a shape takes at the memory floor, for `floor_share`.
+    NoAcceptedConfigError when no candidate is right; TuningDeclinedError when too little memory is free.
+    """
+    try:
+        return _search(key, door, incumbent, floor_us)
+    finally:
+        door.release()
+        if door.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _search(
+    key: TuningKey, door: Door, incumbent: KernelConfig | None, floor_us: Callable[[TimedShape], float] | None
+) -> Entry:
+    workload = Workload(door.device, tuned_variant(key), key.seq_len)
+    screening = _Screening(key, door, workload.screening)
+    screening.run(candidates(key, door.device))
+    finalists = screening.fastest(incumbent)
+    samples = _screened(screening, finalists) if interpreting() else _compare(finalists, workload)
+    timings = _timings(samples, workload.shapes, floor_us)
+    winner = _first_that_holds(key, door, timings, screening.rejected, incumbent)
+    return Entry(key, winner, timings[winner], dict(screening.rejected), toolchain(), now())
+
+
+class _Screening:
+    """One run of triton.autotune over a key's candidates, with the door and a clock as its hooks."""
+
+    def __init__(self, key: TuningKey, door: Door, shape: TimedShape) -> None:
+        self.key = key
+        self.door = door
+        self.shape = shape
+        self.variant = tuned_variant(key)
+        self.accepted: dict[KernelConfig, Binary] = {}
+        self.samples: dict[KernelConfig, Sample] = {}
+        self.rejected: Counter[str] = Counter()
+        self._timer = ScreenTimer(door.device)
+
+    def run(self, configs: list[KernelConfig]) -> None:
+        """Fill accepted, samples and rejected."""
+        by_triton_config = {triton_config(config): config for config in configs}
+
+        def early_config_prune(pruned: Iterable[triton.Config], *_: Any, **__: Any) -> list[triton.Config]:
+            ours = {by_triton_config[config]: config for config in pruned}
+            self._admit(list(ours))
+            return [ours[config] for config in self.accepted]
+
+        def do_bench(call: Callable[[], object], **_: Any) -> list[float]:
+            # Called for one config after the other, in the order that the door returned.
+            config = list(self.accepted)[len(self.samples)]
+            self.samples[config] = self._timer(call)
+            return list(self.samples[config])
+
+        if len(configs) == 1:  # triton.autotune would launch an only config unseen
+            self._admit(configs)
+            return
+        tuned = triton.autotune(
+            configs=list(by_triton_config),
+            key=["seq_len", "HEAD_DIM"],
+            prune_configs_by={"early_config_prune": early_config_prune},
+            do_bench=do_bench,
+        )(qk_score_kernel)
+        q, k, out = self.shape.q[0], self.shape.k[0], self.shape.out[0]
+        sizes = geometry(q, k, out, "NHD", fill_tail=True)
+        tuned[lambda meta: self._grid(meta["CHUNK_SIZE"])](q, k, out, 1.0, 0.0, *sizes, **shape_constexprs(self.variant))
+
+    def _grid(self, chunk_size: int) -> tuple[int]:
+        any_binary = next(iter(self.accepted.values()))
+        row_blocks = any_binary.row_blocks
+        return (self.shape.batch * self.shape.kv_heads * row_blocks * triton.cdiv(self.key.seq_len, chunk_size),)
+
+    def _admit(self, configs: list[KernelConfig]) -> None:
+        """The door: compile in parallel, validate in turn."""
+        workers = min(len(configs), os.cpu_count() or 1)
+        with ThreadPoolExecutor(workers) as pool:
+            built = list(pool.map(lambda config: self.door.build(self.variant, config), configs))
+        for config, (binary, verdict) in zip(configs, built, strict=True):
+            if binary is not None:
+                verdict = self.door.screen(binary, self.key.seq_len)
+            if binary is not None and verdict.correct:
+                self.accepted[config] = binary
+            else:
+                self.rejected[verdict.verdict] += 1
+        if not self.accepted:
+            raise NoAcceptedConfigError(f"{self.key}: no candidate agreed with the loop kernel: {dict(self.rejected)}")
+
+    def fastest(self, incumbent: KernelConfig | None) -> dict[KernelConfig, Binary]:
+        """The finalists: the fastest of the screening, and the incumbent. A config that was not timed goes first."""
+        ranked = sorted(self.accepted, key=lambda config: self.samples[config].median if config in self.samples else 0.0)
+        chosen = ranked[:FINALISTS] + [config for config in ranked[FINALISTS:] if config == incumbent]
+        return {config: self.accepted[config] for config in chosen}
+
+
+_Samples = dict[KernelConfig, list[Sample]]  # one sample per shape
+
+
+def _compare(finalists: dict[KernelConfig, Binary], workload: Workload) -> _Samples:
+    """Time the finalists in turns, on each shape of the workload."""
+    samples: _Samples = {config: [] for config in finalists}
+    for shape in workload.shapes:
+        replays = [shape.replay(binary) for binary in finalists.values()]
+        for config, sample in zip(finalists, interleave(replays, ROUNDS), strict=True):
+            samples[config].append(sample)
+    return samples
+
+
+def _screened(screening: _Screening, finalists: Iterable[KernelConfig]) -> _Samples:
+    """Under the interpreter the screening is all there is: its times say nothing about a GPU."""
+    unknown = Sample(0.0, 0.0, 0.0)
+    return {config: [screening.samples.get(config, unknown)] for config in finalists}
+
+
+def _timings(
+    samples: _Samples, shapes: list[TimedShape], floor_us: Callable[[TimedShape], float] | None
+) -> dict[KernelConfig, Timing]:
+    best = [min(per_shape[i].median for per_shape in samples.values()) for i in range(len(next(iter(samples.values()))))]
+    floors = [floor_us(shape) if floor_us else None for shape in shapes]
+
+    def share(floor: float | None, median: float) -> float | None:
+        return None if floor is None else round(floor / median, 4)
+
+    timings = {}
+    for config, per_shape in samples.items():
+        largest = per_shape[-1]
+        timings[config] = Timing(
+            median_us=round(largest.median, 3),
+            p20_us=round(largest.p20, 3),
+            p80_us=round(largest.p80, 3),
+            bytes=shapes[-1].bytes,
+            floor_share=share(floors[-1], largest.median),
+            worst_slowdown=round(max(s.median / b if b else 1.0 for s, b in zip(per_shape, best, strict=True)), 4),
+            shapes=tuple(
+                Shape(shape.batch, shape.kv_heads, round(sample.median, 3), share(floor, sample.median))
+                for shape, sample, floor in zip(shapes, per_shape, floors, strict=True)
+            ),
+        )
+    return timings
+
+
+def _first_that_holds(
+    key: TuningKey,
+    door: Door,
+    timings: dict[KernelConfig, Timing],
+    rejected: Counter[str],
+    incumbent: KernelConfig | None,
+) -> KernelConfig:
+    """The config with the least worst slowdown whose validation is complete; ties go to the incumbent."""
+    order = sorted(timings, key=lambda config: timings[config].worst_slowdown)
+    if incumbent in timings and timings[incumbent].worst_slowdown <= timings[order[0]].worst_slowdown * TIE:
+        order.remove(incumbent)
+        order.insert(0, incumbent)
+    for config in order:
+        try:
+            door.accept(tuned_variant(key), config, key.seq_len)
+        except RejectedConfigError as error:
+            rejected[error.verdict] += 1
+        else:
+            return config
+    raise NoAcceptedConfigError(f"{key}: no finalist agreed with the loop kernel with float32 output: {dict(rejected)}")

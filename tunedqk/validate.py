@@ -1,0 +1,199 @@
+"""One binary against the loop kernel -> a verdict. The only home of tolerances.
+
+With fp32 output a result may be off by `2 * gamma(head_dim + 2) * |scale| * sum|q||k|`, where gamma(n) = n u / (1 - n u)
+and u = 2^-24: twice what n rounded additions and multiplications can cost (Higham, Accuracy and Stability of Numerical
+Algorithms, 3.1). A 16-bit output adds its own one rounding. Where inputs are integers whose products and partial sums
+are all exact in fp32, and in nothing shorter, the result must be equal to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from tunedqk.inputs import Inputs, judging_inputs, long_inputs
+from tunedqk.launch import Binary, Variant, geometry
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+CORRECT = "correct"
+WRONG_RESULT = "wrong result"
+OUT_OF_BOUNDS = "wrote out of bounds"
+NOT_DETERMINISTIC = "not deterministic"
+INPUT_CHANGED = "input changed"
+DID_NOT_COMPILE = "did not compile"
+OUT_OF_RESOURCES = "out of resources"
+# A race also gives wrong results; the first of these that applies says most.
+_SEVERITY = (OUT_OF_BOUNDS, INPUT_CHANGED, NOT_DETERMINISTIC, WRONG_RESULT)
+
+FILL = -7.25
+GUARD = 37  # elements before and behind the output; odd, so that nothing about the output is aligned
+LAUNCHES = 3
+# Programs per multiprocessor that no GPU holds at once.
+RESIDENT_PROGRAMS = 33
+
+
+class Verdict(NamedTuple):
+    """verdict is "correct" or the fault; max_error is in units of the bound; `what` says where it showed."""
+
+    verdict: str
+    max_error: float | None = None
+    what: str = ""
+
+    @property
+    def correct(self) -> bool:
+        """Whether the binary may be launched."""
+        return self.verdict == CORRECT
+
+
+class _Finding(NamedTuple):
+    verdict: str
+    where: str
+    failed: torch.Tensor  # bool, on the device
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers, in which NaNs compare."""
+    return x.view(torch.int32 if x.element_size() == 4 else torch.int16)
+
+
+class _Output:
+    """A guarded output: everything in `flat` that is not in `view` must keep its sentinel."""
+
+    SENTINEL = 0x7FA5  # a NaN in every 16-bit format, and no result in any
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, step: int = 1) -> None:
+        batch, heads, length = shape
+        row = (length + 5) * step
+        self.flat = torch.empty(2 * GUARD + batch * heads * row, dtype=dtype, device=device)
+        strides = (heads * row, row, step)
+        self.view = self.flat.as_strided((batch, heads, length), strides, GUARD)
+        self.refill()
+
+    def refill(self) -> None:
+        _bits(self.flat).fill_(self.SENTINEL)
+
+    def touched_outside(self) -> torch.Tensor:
+        """Whether anything around the view was written. Destroys the view."""
+        _bits(self.view).fill_(self.SENTINEL)
+        return (_bits(self.flat) != self.SENTINEL).any()
+
+
+def gamma(n: int) -> float:
+    """Relative error of n fp32 roundings in a row."""
+    return n * 2.0**-24 / (1 - n * 2.0**-24)
+
+
+class Validator:
+    """Judges the binaries of one shape and dtype; owns the inputs and the loop kernel's answers that they share."""
+
+    def __init__(self, device: torch.device, variant: Variant) -> None:
+        self.device = device
+        self.variant = variant
+        self._judging: list[Inputs] = []
+        self._long: Inputs | None = None
+
+    def judges(self, variant: Variant) -> bool:
+        """Whether this validator's inputs are made for that variant; the output's dtype does not matter."""
+        return variant._replace(out_dtype=self.variant.out_dtype) == self.variant
+
+    def check(self, binary: Binary) -> Verdict:
+        """The whole list, at lengths around the binary's chunk."""
+        chunk = binary.config.CHUNK_SIZE
+        lengths = sorted({1, chunk - 1, chunk, chunk + 1, 2 * chunk + 1}, reverse=True)
+        if not self._judging or self._judging[0].seq_len < lengths[0]:
+            self._judging = judging_inputs(self.device, self.variant, lengths[0])
+        findings: list[_Finding] = []
+        errors: list[torch.Tensor] = []
+        for inputs in self._judging:
+            for seq_len in lengths if inputs is self._judging[0] else lengths[:1]:
+                self._launch_and_judge(binary, inputs.copy_of(seq_len), findings, errors)
+        if self.device.type == "cuda":
+            findings.append(self._large_grid(binary, self._judging[0].copy_of(chunk + 1)))
+        return _conclude(findings, errors)
+
+    def check_length(self, binary: Binary, seq_len: int) -> Verdict:
+        """One comparison at the length of a bucket. The interpreter, which would take minutes, skips it."""
+        if self.device.type != "cuda":
+            return Verdict(CORRECT)
+        if self._long is None or self._long.seq_len != seq_len:
+            self._long = None  # before the next one is made: they can be large
+            self._long = long_inputs(self.device, self.variant, seq_len)
+        findings: list[_Finding] = []
+        errors: list[torch.Tensor] = []
+        self._launch_and_judge(binary, self._long, findings, errors, launches=1)
+        return _conclude(findings, errors)
+
+    def _launch_and_judge(
+        self,
+        binary: Binary,
+        inputs: Inputs,
+        findings: list[_Finding],
+        errors: list[torch.Tensor],
+        launches: int = LAUNCHES,
+    ) -> None:
+        """Launch on one length; odd lengths get a tail to fill, and positions two elements apart."""
+        q, k, seq_len = inputs.q, inputs.k, inputs.seq_len
+        tail = 3 * (seq_len % 2)
+        shape = (q.shape[0], q.shape[1], seq_len + tail)
+        out = _Output(shape, binary.variant.out_dtype, self.device, step=1 + seq_len % 2)
+        where = f"seq_len {seq_len}"
+        first: torch.Tensor | None = None
+        for _ in range(launches):
+            out.refill()
+            binary.launch(q, k, out.view, inputs.scale, FILL, geometry(q, k, out.view, "NHD", fill_tail=True))
+            if first is None:
+                first = out.flat.clone() if launches > 1 else out.flat
+            else:
+                findings.append(_Finding(NOT_DETERMINISTIC, where, (_bits(first) != _bits(out.flat)).any()))
+        wrong, error = self._compare(out.view[..., :seq_len], inputs)
+        wrong |= (out.view[..., seq_len:] != FILL).any()
+        findings.append(_Finding(WRONG_RESULT, where, wrong))
+        errors.append(error)
+        findings.append(_Finding(OUT_OF_BOUNDS, where, out.touched_outside()))
+        if inputs.pristine:
+            findings.append(_Finding(INPUT_CHANGED, where, inputs.changed()))
+
+    def _compare(self, got: torch.Tensor, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whether a result differs by more than its bound; the largest error in units of the bound."""
+        expected = inputs.reference
+        bound = 2 * gamma(self.variant.head_dim + 2) * inputs.magnitude
+        error = (got.float() - expected).abs()
+        allowed = bound
+        if got.dtype != torch.float32:
+            info = torch.finfo(got.dtype)
+            allowed = bound + (expected.abs() + bound) * (info.eps / 2) + info.smallest_normal * info.eps / 2
+        exact = got == expected.to(got.dtype)
+        # Written so that a NaN fails.
+        right = exact | ((error <= allowed) & ~inputs.exact)
+        return ~right.all(), torch.where(exact, 0.0, error / allowed).amax()
+
+    def _large_grid(self, binary: Binary, inputs: Inputs) -> _Finding:
+        """More programs than the GPU holds at once, over keys that all batch elements share."""
+        q, k = inputs.q[:1], inputs.k[:1]
+        expected = _Output((1, q.shape[1], inputs.seq_len), binary.variant.out_dtype, self.device)
+        sizes = geometry(q, k, expected.view, "NHD", fill_tail=True)
+        binary.launch(q, k, expected.view, inputs.scale, FILL, sizes)
+        held = RESIDENT_PROGRAMS * torch.cuda.get_device_properties(self.device).multi_processor_count
+        batch = math.ceil(held / binary.programs(1, sizes))
+        out = _Output((batch, q.shape[1], inputs.seq_len), binary.variant.out_dtype, self.device)
+        q, k = q.expand(batch, -1, -1), k.expand(batch, -1, -1, -1)
+        sizes = geometry(q, k, out.view, "NHD", fill_tail=True)
+        binary.launch(q, k, out.view, inputs.scale, FILL, sizes)
+        return _Finding(WRONG_RESULT, f"batch {batch}", (_bits(out.view) != _bits(expected.view)).any())
+
+
+def _conclude(findings: list[_Finding], errors: list[torch.Tensor]) -> Verdict:
+    """One verdict from all findings, with one wait for the device."""
+    numbers = torch.stack([f.failed.float() for f in findings] + [e.float() for e in errors]).tolist()
+    failed = [finding for finding, number in zip(findings, numbers, strict=False) if number]
+    max_error = max(numbers[len(findings) :])
+    max_error = None if math.isnan(max_error) or math.isinf(max_error) else round(max_error, 4)
+    for verdict in _SEVERITY:
+        places = [finding.where for finding in failed if finding.verdict == verdict]
+        if places:
+            return Verdict(verdict, max_error, f"at {places[0]}")
+    return Verdict(CORRECT, max_error)

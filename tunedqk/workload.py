@@ -1,0 +1,107 @@
+"""What a key is timed on: rotated input sets for several batch sizes, within what memory is free."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from tunedqk.errors import TuningDeclinedError
+from tunedqk.launch import Binary, Variant, geometry
+from tunedqk.timing import Replay, rotation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+KV_HEADS = 8
+# batch * kv_heads of a single request, of small and of large batches; which of them fit depends on the bucket.
+BATCHES = (1, 8, 64, 256)
+MEMORY_LIMIT = 1 << 30  # bytes of keys
+MEMORY_SHARE = 0.4  # of what is free
+REPLAY_US = 400.0  # a replay is made about this long, so that its events' own cost vanishes
+ASSUMED_BANDWIDTH = 3e6  # bytes a microsecond, to size a replay
+
+
+class TimedShape(NamedTuple):
+    """One batch size of a key, with its input sets: k NHD [batch, seq_len, kv_heads, head_dim]."""
+
+    batch: int
+    kv_heads: int
+    q: list[torch.Tensor]
+    k: list[torch.Tensor]
+    out: list[torch.Tensor]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that one launch has to move."""
+        return sum(sets[0].numel() * sets[0].element_size() for sets in (self.q, self.k, self.out))
+
+    @property
+    def passes(self) -> int:
+        """How often a replay goes through the sets."""
+        return max(1, round(REPLAY_US * ASSUMED_BANDWIDTH / (self.bytes * len(self.k))))
+
+    def launches(self, binary: Binary) -> list[Callable[[], None]]:
+        """One launch of the binary per set."""
+
+        def launch(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
+            sizes = geometry(q, k, out, "NHD", fill_tail=True)
+            return lambda: binary.launch(q, k, out, 1.0, 0.0, sizes)
+
+        return [launch(*tensors) for tensors in zip(self.q, self.k, self.out, strict=True)]
+
+    def replay(self, binary: Binary) -> Replay:
+        """The binary over all sets, as one graph."""
+        return Replay(self.launches(binary) * self.passes)
+
+
+class Workload:
+    """The timed shapes of one variant at one bucket; all of them are views of one pool of random keys."""
+
+    def __init__(self, device: torch.device, variant: Variant, seq_len: int, batches: tuple[int, ...] = BATCHES) -> None:
+        """TuningDeclinedError when not even the smallest batch fits into the free memory."""
+        self.device = device
+        self.variant = variant
+        self.seq_len = seq_len
+        row = KV_HEADS * seq_len * variant.head_dim * variant.dtype.itemsize
+        if device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+            limit = min(MEMORY_LIMIT, int(free * MEMORY_SHARE))
+            batches = tuple(batch for batch in batches if batch * row <= limit)
+            if not batches:
+                raise TuningDeclinedError(f"tuning needs {row >> 20} MiB for keys; of {free >> 20} MiB free it takes {limit >> 20}")
+            sets = {batch: min(rotation(batch * row, device), limit // (batch * row)) for batch in batches}
+        else:
+            # The interpreter's times mean nothing, but the pipeline is the same.
+            batches = batches[:1]
+            sets = dict.fromkeys(batches, 1)
+        self._pool = torch.empty(
+            max(batch * count for batch, count in sets.items()) * row // variant.dtype.itemsize,
+            dtype=variant.dtype, device=device,
+        )  # fmt: skip
+        self._pool.normal_()
+        self.shapes = [self._shape(batch, sets[batch]) for batch in batches]
+
+    def _shape(self, batch: int, sets: int) -> TimedShape:
+        shape = (batch, self.seq_len, KV_HEADS, self.variant.head_dim)
+        size = math.prod(shape)
+        q_heads = KV_HEADS * self.variant.group
+        return TimedShape(
+            batch,
+            KV_HEADS,
+            q=[self._random(batch, q_heads, self.variant.head_dim) for _ in range(sets)],
+            k=[self._pool[i * size : (i + 1) * size].view(shape) for i in range(sets)],
+            out=[
+                torch.empty(batch, q_heads, self.seq_len, dtype=self.variant.out_dtype, device=self.device)
+                for _ in range(sets)
+            ],
+        )
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.float32, device=self.device).to(self.variant.dtype)
+
+    @property
+    def screening(self) -> TimedShape:
+        """The shape that candidates are screened on: the middle one."""
+        return self.shapes[len(self.shapes) // 2]
