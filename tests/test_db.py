@@ -245,6 +245,7 @@ def test_files_are_searched_in_order(tmp_path, monkeypatch):
     monkeypatch.setenv("TUNEDQK_CACHE_DIR", str(folders[0]))
     monkeypatch.setenv("TUNEDQK_DB_PATH", os.pathsep.join(["", str(folders[1]), str(folders[2])]))
     monkeypatch.setattr(db, "shipped_directory", lambda: folders[3])
+    assert db.search_directories() == folders[1:]
     found = TuningDB(GPU).entries()
     assert [each.entry.config.CHUNK_SIZE for each in found] == [16, 32, 64, 128]
     assert [each.path.parent for each in found] == folders

@@ -39,6 +39,7 @@ class Door:
         self.db = db
         self.validations = 0
         self._validator: Validator | None = None
+        self._checked: dict[str, Verdict] = {}  # what this process found out, by binary
 
     def release(self) -> None:
         """Free the inputs that binaries were judged on."""
@@ -71,14 +72,17 @@ class Door:
                 return binary
         raise RejectedConfigError(f"config ({config}) for {variant}: {verdict.verdict}: {verdict.what}", verdict.verdict)
 
-    def screen(self, binary: Binary, seq_len: int) -> Verdict:
-        """As accept, but without the twin, for a candidate that may never be launched for a user: no good receipt."""
+    def screen(self, binary: Binary, seq_len: int, capacity: int) -> Verdict:
+        """As accept, but without the twin, for a candidate that may never be launched for a user: no good receipt.
+
+        capacity: the largest chunk of all candidates, so that they can share their inputs.
+        """
         receipt = self.db.receipt(binary.hash)
         if receipt is not None and not receipt.correct:
             return Verdict(receipt.verdict, receipt.max_error, receipt.what)
         verdict = Verdict(validate.CORRECT)
         if receipt is None:
-            verdict = self._check(binary)
+            verdict = self._check(binary, capacity)
         if verdict.correct and (receipt is None or seq_len not in receipt.seq_lens):
             verdict = self._validator_for(binary.variant).check_length(binary, seq_len)
         if not verdict.correct:
@@ -110,9 +114,11 @@ class Door:
             verdict = verdict._replace(what=f"float32-output twin: {verdict.what}")
         return verdict, twin.hash
 
-    def _check(self, binary: Binary) -> Verdict:
-        self.validations += 1
-        return self._validator_for(binary.variant).check(binary)
+    def _check(self, binary: Binary, capacity: int = 0) -> Verdict:
+        if binary.hash not in self._checked:
+            self.validations += 1
+            self._checked[binary.hash] = self._validator_for(binary.variant).check(binary, capacity)
+        return self._checked[binary.hash]
 
     def _validator_for(self, variant: Variant) -> Validator:
         if self._validator is None or not self._validator.judges(variant):

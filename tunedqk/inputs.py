@@ -36,15 +36,14 @@ class Inputs:
         """Number of positions."""
         return self.k.shape[1]
 
-    def copy_of(self, seq_len: int) -> Inputs:
-        """The first `seq_len` positions in memory of their own, with NaN wherever no key or query lies."""
-        q = _surrounded(self.q.shape, self.q)
-        k = _surrounded(self.k.shape, self.k)
-        q.copy_(self.q)
-        k.copy_(self.k)
+    def copy_of(self, seq_len: int, kv_heads: int | None = None) -> Inputs:
+        """The first positions, and KV heads, in memory of their own, with NaN wherever no key or query lies."""
+        kv_heads = kv_heads or self.k.shape[2]
+        q_heads = kv_heads * (self.q.shape[1] // self.k.shape[2])
+        q, k = _surrounded_copy(self.q[:, :q_heads]), _surrounded_copy(self.k[:, :, :kv_heads])
         k[:, seq_len:] = math.nan
         pristine = (_memory(q).clone(), _memory(k).clone())
-        parts = (x[..., :seq_len] for x in (self.reference, self.magnitude, self.exact))
+        parts = (x[:, :q_heads, :seq_len] for x in (self.reference, self.magnitude, self.exact))
         return Inputs(q, k[:, :seq_len], *parts, self.scale, pristine)
 
     def changed(self) -> torch.Tensor:
@@ -68,6 +67,10 @@ def _surrounded(shape: torch.Size, like: torch.Tensor) -> torch.Tensor:
     )
     strides = [(heads + 1) * row * math.prod(outer[i + 1 :]) for i in range(len(outer))]
     return padded.as_strided(shape, (*strides, row, 1), like.storage_offset())
+
+
+def _surrounded_copy(x: torch.Tensor) -> torch.Tensor:
+    return _surrounded(x.shape, x).copy_(x)
 
 
 def _template(shape: tuple[int, ...], variant: Variant, device: torch.device) -> torch.Tensor:
@@ -111,9 +114,8 @@ def _make(
             q_part, k_part = _FAMILY[family](generator, variant, seq_len)
             q[b, rows], k[b, :, h] = q_part.to(variant.dtype), k_part.to(variant.dtype)
             exact[b, rows] = family != "random"
-    reference, magnitude = (torch.empty(exact.shape, dtype=torch.float32, device=device) for _ in range(2))
-    loop_scores(q, k, reference, scale=SCALE)
-    loop_scores(q.abs(), k.abs(), magnitude, scale=SCALE)
+    reference = torch.empty(exact.shape, dtype=torch.float32, device=device)
+    magnitude = loop_scores(q, k, reference, scale=SCALE)
     return Inputs(q, k, reference, magnitude, exact)
 
 

@@ -39,6 +39,11 @@ class Variant(NamedTuple):
         """How the kernel cuts this shape."""
         return blocking(self.head_dim, DTYPE_NAMES[self.dtype], self.group)
 
+    @property
+    def row_blocks(self) -> int:
+        """Programs that share a KV head and a chunk, because its query rows are too many for one."""
+        return -(-self.group // self.blocking.ROWS)
+
     def key(self, seq_len: int) -> TuningKey:
         """The key that this variant's winner is stored under."""
         return tuning_key(seq_len, self.head_dim, DTYPE_NAMES[self.dtype], self.group)
@@ -138,12 +143,12 @@ class Binary:
         self.variant = variant
         self.config = config
         self.constexprs = (*shape_constexprs(variant).values(), *config.meta().values())
-        self.row_blocks = -(-variant.group // variant.blocking.ROWS)
+        self._row_blocks = variant.row_blocks
         self._chunk_size = config.CHUNK_SIZE
 
     def programs(self, batch: int, sizes: Geometry) -> int:
         """Programs of a launch; 0 when there is nothing to write."""
-        return batch * sizes.kv_heads * self.row_blocks * -(-sizes.out_len // self._chunk_size)
+        return batch * sizes.kv_heads * self._row_blocks * -(-sizes.out_len // self._chunk_size)
 
     def launch(
         self, q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, scale: float, fill: float, sizes: Geometry

@@ -126,21 +126,22 @@ class _Screening:
         )(qk_score_kernel)
         q, k, out = self.shape.q[0], self.shape.k[0], self.shape.out[0]
         sizes = geometry(q, k, out, "NHD", fill_tail=True)
-        tuned[lambda meta: self._grid(meta["CHUNK_SIZE"])](q, k, out, 1.0, 0.0, *sizes, **shape_constexprs(self.variant))
+        chunks_times = self.shape.batch * self.shape.kv_heads * self.variant.row_blocks
 
-    def _grid(self, chunk_size: int) -> tuple[int]:
-        any_binary = next(iter(self.accepted.values()))
-        row_blocks = any_binary.row_blocks
-        return (self.shape.batch * self.shape.kv_heads * row_blocks * triton.cdiv(self.key.seq_len, chunk_size),)
+        def grid(meta: dict[str, Any]) -> tuple[int]:
+            return (chunks_times * triton.cdiv(sizes.out_len, meta["CHUNK_SIZE"]),)
+
+        tuned[grid](q, k, out, 1.0, 0.0, *sizes, **shape_constexprs(self.variant))
 
     def _admit(self, configs: list[KernelConfig]) -> None:
         """The door: compile in parallel, validate in turn."""
         workers = min(len(configs), os.cpu_count() or 1)
         with ThreadPoolExecutor(workers) as pool:
             built = list(pool.map(lambda config: self.door.build(self.variant, config), configs))
+        capacity = max(config.CHUNK_SIZE for config in configs)
         for config, (binary, verdict) in zip(configs, built, strict=True):
             if binary is not None:
-                verdict = self.door.screen(binary, self.key.seq_len)
+                verdict = self.door.screen(binary, self.key.seq_len, capacity)
             if binary is not None and verdict.correct:
                 self.accepted[config] = binary
             else:

@@ -17,7 +17,7 @@ from tunedqk.inputs import Inputs, judging_inputs, long_inputs
 from tunedqk.launch import Binary, Variant, geometry
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 CORRECT = "correct"
 WRONG_RESULT = "wrong result"
@@ -93,6 +93,7 @@ class Validator:
     def __init__(self, device: torch.device, variant: Variant) -> None:
         self.device = device
         self.variant = variant
+        self._on_gpu = device.type == "cuda"
         self._judging: list[Inputs] = []
         self._long: Inputs | None = None
 
@@ -100,24 +101,35 @@ class Validator:
         """Whether this validator's inputs are made for that variant; the output's dtype does not matter."""
         return variant._replace(out_dtype=self.variant.out_dtype) == self.variant
 
-    def check(self, binary: Binary) -> Verdict:
-        """The whole list, at lengths around the binary's chunk."""
+    def check(self, binary: Binary, capacity: int = 0) -> Verdict:
+        """The whole list, at lengths around the binary's chunk. capacity: the largest chunk to come, if known."""
         chunk = binary.config.CHUNK_SIZE
-        lengths = sorted({1, chunk - 1, chunk, chunk + 1, 2 * chunk + 1}, reverse=True)
-        if not self._judging or self._judging[0].seq_len < lengths[0]:
-            self._judging = judging_inputs(self.device, self.variant, lengths[0])
+        if not self._judging or self._judging[0].seq_len < 2 * chunk + 1:
+            self._judging = judging_inputs(self.device, self.variant, 2 * max(chunk, capacity) + 1)
         findings: list[_Finding] = []
         errors: list[torch.Tensor] = []
-        for inputs in self._judging:
-            for seq_len in lengths if inputs is self._judging[0] else lengths[:1]:
-                self._launch_and_judge(binary, inputs.copy_of(seq_len), findings, errors)
-        if self.device.type == "cuda":
+        for inputs, launches in self._trials(chunk):
+            self._launch_and_judge(binary, inputs, findings, errors, launches)
+        if self._on_gpu:
             findings.append(self._large_grid(binary, self._judging[0].copy_of(chunk + 1)))
         return _conclude(findings, errors)
 
+    def _trials(self, chunk: int) -> Iterator[tuple[Inputs, int]]:
+        """Inputs to launch on, and how often."""
+        lengths = (2 * chunk + 1, chunk + 1, chunk, chunk - 1, 1)
+        if self._on_gpu:
+            for seq_len in lengths:
+                yield self._judging[0].copy_of(seq_len), LAUNCHES
+            return
+        # The interpreter takes tens of milliseconds a program, and runs one at a time: all heads once, then one head.
+        for inputs in self._judging:
+            yield inputs.copy_of(lengths[0]), 1
+        for seq_len in lengths[1:]:
+            yield self._judging[0].copy_of(seq_len, kv_heads=1), 2 if seq_len == chunk else 1
+
     def check_length(self, binary: Binary, seq_len: int) -> Verdict:
         """One comparison at the length of a bucket. The interpreter, which would take minutes, skips it."""
-        if self.device.type != "cuda":
+        if not self._on_gpu:
             return Verdict(CORRECT)
         if self._long is None or self._long.seq_len != seq_len:
             self._long = None  # before the next one is made: they can be large
@@ -133,7 +145,7 @@ class Validator:
         inputs: Inputs,
         findings: list[_Finding],
         errors: list[torch.Tensor],
-        launches: int = LAUNCHES,
+        launches: int,
     ) -> None:
         """Launch on one length; odd lengths get a tail to fill, and positions two elements apart."""
         q, k, seq_len = inputs.q, inputs.k, inputs.seq_len

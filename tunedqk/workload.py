@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from tunedqk.config import MIN_BUCKET
 from tunedqk.errors import TuningDeclinedError
 from tunedqk.launch import Binary, Variant, geometry
 from tunedqk.timing import Replay, rotation
@@ -63,8 +64,11 @@ class Workload:
         """TuningDeclinedError when not even the smallest batch fits into the free memory."""
         self.device = device
         self.variant = variant
-        self.seq_len = seq_len
-        row = KV_HEADS * seq_len * variant.head_dim * variant.dtype.itemsize
+        self.seq_len, self.kv_heads = seq_len, KV_HEADS
+        if device.type != "cuda":
+            # Each program takes the interpreter milliseconds, and its times mean nothing: the pipeline is what counts.
+            self.seq_len, self.kv_heads = min(seq_len, MIN_BUCKET), 1
+        row = self.kv_heads * self.seq_len * variant.head_dim * variant.dtype.itemsize
         if device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
             limit = min(MEMORY_LIMIT, int(free * MEMORY_SHARE))
@@ -73,7 +77,6 @@ class Workload:
                 raise TuningDeclinedError(f"tuning needs {row >> 20} MiB for keys; of {free >> 20} MiB free it takes {limit >> 20}")
             sets = {batch: min(rotation(batch * row, device), limit // (batch * row)) for batch in batches}
         else:
-            # The interpreter's times mean nothing, but the pipeline is the same.
             batches = batches[:1]
             sets = dict.fromkeys(batches, 1)
         self._pool = torch.empty(
@@ -84,12 +87,12 @@ class Workload:
         self.shapes = [self._shape(batch, sets[batch]) for batch in batches]
 
     def _shape(self, batch: int, sets: int) -> TimedShape:
-        shape = (batch, self.seq_len, KV_HEADS, self.variant.head_dim)
+        shape = (batch, self.seq_len, self.kv_heads, self.variant.head_dim)
         size = math.prod(shape)
-        q_heads = KV_HEADS * self.variant.group
+        q_heads = self.kv_heads * self.variant.group
         return TimedShape(
             batch,
-            KV_HEADS,
+            self.kv_heads,
             q=[self._random(batch, q_heads, self.variant.head_dim) for _ in range(sets)],
             k=[self._pool[i * size : (i + 1) * size].view(shape) for i in range(sets)],
             out=[
