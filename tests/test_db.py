@@ -7,22 +7,24 @@ import multiprocessing
 import os
 import random
 import re
+import signal
 import stat
 import subprocess
 import sys
 import threading
 import time
-import warnings
 from pathlib import Path
 
 import msgspec
+import platformdirs
 import pytest
 
 from tunedqk import db
 from tunedqk.config import KernelConfig, TuningKey
-from tunedqk.db import Entry, GpuFile, Receipt, Shape, Timing, TuningDB
+from tunedqk.db import TuningDB
 from tunedqk.device import INTERPRETER, GpuIdentity, Toolchain
 from tunedqk.errors import TuningDBWarning
+from tunedqk.records import Entry, GpuFile, Receipt, Shape, Timing, json_schema
 
 GPU = GpuIdentity(name="Test GPU", arch="sm_90", multiprocessors=132, memory_gib=139.8)
 OTHER_GPU = GpuIdentity(name="Test GPU", arch="sm_90", multiprocessors=66, memory_gib=69.9)
@@ -69,15 +71,22 @@ def one_warning(match):
     assert [warning.category for warning in caught] == [TuningDBWarning]
 
 
-def run_together(count, target, *arguments):
-    context = multiprocessing.get_context("spawn")
+def run_together(count, target, folder):
+    """`count` processes that begin at once, forked from a Python that is quick to start: it has no torch."""
+    parent = start_python(f"import sys, test_db as t; sys.exit(any(t.fork({count}, t.{target.__name__})))", folder)
+    parent.communicate(timeout=60)
+    assert parent.returncode == 0
+
+
+def fork(count, target):
+    context = multiprocessing.get_context("fork")
     barrier = context.Barrier(count)
-    workers = [context.Process(target=target, args=(i, barrier, *arguments)) for i in range(count)]
+    workers = [context.Process(target=target, args=(i, barrier, Path(sys.argv[1]))) for i in range(count)]
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(60)
-    assert [worker.exitcode for worker in workers] == [0] * count
+        worker.join()
+    return [worker.exitcode for worker in workers]
 
 
 def start_python(code, *arguments):
@@ -154,7 +163,7 @@ def test_times_that_json_cannot_hold_are_refused():
 
 
 def test_json_schema_describes_every_struct():
-    schema = db.json_schema()
+    schema = json_schema()
     assert {"GpuFile", "Entry", "Receipt", "Timing", "Shape", "TuningKey", "KernelConfig"} <= schema["$defs"].keys()
     assert schema["$defs"]["Entry"]["additionalProperties"] is False
     assert schema["$defs"]["GpuFile"]["properties"]["schema"]["enum"] == [1]
@@ -620,7 +629,7 @@ def no_home(*arguments, **keywords):
 def test_without_a_home_everything_stays_in_memory(tmp_path, monkeypatch, cache_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TUNEDQK_CACHE_DIR")
-    monkeypatch.setattr(db.platformdirs, "user_cache_path", cache_path)
+    monkeypatch.setattr(platformdirs, "user_cache_path", cache_path)
     used = TuningDB(GPU, others=[])
     assert used.winner(make_key()) is None
     with one_warning("TUNEDQK_CACHE_DIR"):
@@ -720,8 +729,7 @@ def test_threads_share_a_db(tmp_path):
 
 
 def tune_same_key(worker, barrier, folder):
-    warnings.simplefilter("error")
-    for n in range(50):
+    for n in range(30):
         mine = make_db(folder / str(n))
         barrier.wait(60)
         found = mine.winner(make_key())
@@ -732,47 +740,49 @@ def tune_same_key(worker, barrier, folder):
 
 def test_eight_processes_with_one_cold_key(tmp_path):
     run_together(8, tune_same_key, tmp_path)
-    for n in range(50):
+    for n in range(30):
         file = db.load_file(make_db(tmp_path / str(n)).path)
         assert [entry.key for entry in file.entries] == [make_key()]
         assert [receipt.binary for receipt in file.receipts] == list("01234567")
 
 
 def write_own_keys(worker, barrier, folder):
-    warnings.simplefilter("error")
     mine = make_db(folder)
     barrier.wait(60)
-    for n in range(20):
-        assert mine.record([make_entry(make_key(512, 1 + worker * 20 + n))])
+    for n in range(10):
+        assert mine.record([make_entry(make_key(512, 1 + worker * 10 + n))])
 
 
 def test_sixteen_writers_lose_no_update(tmp_path):
     run_together(16, write_own_keys, tmp_path)
     keys = [found.entry.key.head_dim for found in make_db(tmp_path).entries()]
-    assert keys == list(range(1, 321))
+    assert keys == list(range(1, 161))
+
+
+def write_until_killed(worker, barrier, folder):
+    mine = make_db(folder)
+    first = os.getpid() * 1000
+    for n in range(first, first + 1000):
+        if mine.record([make_entry(make_key(512, n))]):
+            print(f"{n}\n", end="", flush=True)  # in one piece
 
 
 def test_killed_writers_lose_nothing_that_was_reported_saved(tmp_path):
-    code = """
-import itertools, sys
-from pathlib import Path
-from test_db import make_db, make_entry, make_key
-mine = make_db(Path(sys.argv[1]))
-for n in itertools.count(1):
-    if mine.record([make_entry(make_key(512, int(sys.argv[2]) * 10_000 + n))]):
-        print(int(sys.argv[2]) * 10_000 + n, flush=True)
-"""
+    batches = "import test_db\nfor _ in range(5): test_db.fork(4, test_db.write_until_killed)"
+    parent = start_python(batches, tmp_path)
     moments = random.Random(0)  # noqa: S311
-    saved = set()
-    for batch in range(5):
-        writers = [start_python(code, tmp_path, batch * 4 + i) for i in range(4)]
-        for writer in writers:
-            saved.add(int(writer.stdout.readline()))
+    saved, killed = set(), set()
+    for _ in range(5):
+        writers = set()
+        while len(writers) < 4:
+            saved.add(n := int(parent.stdout.readline()))
+            writers |= {n // 1000} - killed
         for writer in writers:
             time.sleep(moments.uniform(0, 0.02))
-            writer.kill()
-            saved.update(map(int, writer.communicate()[0].split()))
+            os.kill(writer, signal.SIGKILL)
+        killed |= writers
         assert saved <= {entry.key.head_dim for entry in db.load_file(make_db(tmp_path).path).entries}
+    saved.update(map(int, parent.communicate(timeout=60)[0].split()))
     assert make_db(tmp_path).record([make_entry(make_key(1024))])
     assert saved < {found.entry.key.head_dim for found in make_db(tmp_path).entries()}
 

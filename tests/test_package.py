@@ -25,14 +25,14 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # A module imports from its own layer, without a cycle, or from one below it.
 LAYERS = (
     {"config", "device", "errors"},
-    {"kernels", "db"},
+    {"kernels", "records", "db"},
     {"launch", "inputs", "validate", "accept", "arguments", "timing", "floor", "workload"},
     {"tune"},
     {"resolve", "score", "pretune"},
     {"op", "report", "cli"},
 )
 # What `import tunedqk.score` may load on top of torch and triton, besides the standard library.
-LOADED_WITH_SCORE = {"filelock", "msgspec", "platformdirs", "triton", "tunedqk"}
+LOADED_WITH_SCORE = {"msgspec", "triton", "tunedqk"}
 
 
 def _python(code, *, cwd, **env):

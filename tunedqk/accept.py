@@ -10,9 +10,10 @@ from triton.errors import TritonError
 from triton.runtime.errors import OutOfResources
 
 from tunedqk import validate
-from tunedqk.db import Receipt, TuningDB
+from tunedqk.db import TuningDB
 from tunedqk.errors import RejectedConfigError
 from tunedqk.launch import Binary, Variant, build
+from tunedqk.records import Receipt
 from tunedqk.validate import Validator, Verdict
 
 if TYPE_CHECKING:

@@ -7,112 +7,32 @@ lock, because a file is only ever replaced as a whole. Neither torch nor triton 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import itertools
-import math
 import os
 import re
-import secrets
 import stat
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING
 
-import filelock
 import msgspec
-import platformdirs
 
-from .config import KernelConfig, TuningKey  # noqa: TC001  msgspec evaluates annotations
-from .device import GpuIdentity, Toolchain  # noqa: TC001
-from .errors import TuningDBWarning
+from tunedqk.errors import TuningDBWarning
+from tunedqk.records import GpuFile, NewerSchemaError, View, decode, encode, merged
 
-SCHEMA: Literal[1] = 1
+if TYPE_CHECKING:
+    from tunedqk.config import TuningKey
+    from tunedqk.device import GpuIdentity
+    from tunedqk.records import Entry, Found, Receipt
+
+# Until accept and tune import records.
+from tunedqk.records import Entry as Entry, Receipt as Receipt, Shape as Shape, Timing as Timing  # noqa: I001, PLC0414
+
 LOCK_TIMEOUT = 10.0  # seconds that a writer waits for the others
-
-
-class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One timed problem size. floor_share: time at the memory floor over measured time."""
-
-    batch: int
-    kv_heads: int
-    median_us: float
-    floor_share: float | None = None
-
-
-class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How fast a winner was. worst_slowdown: over `shapes`, against the best candidate of each; bytes: moved a call."""
-
-    median_us: float
-    p20_us: float
-    p80_us: float
-    bytes: int
-    floor_share: float | None
-    worst_slowdown: float
-    shapes: tuple[Shape, ...] = ()
-
-    def __post_init__(self) -> None:
-        times = (self.median_us, self.p20_us, self.p80_us, self.worst_slowdown, *(s.median_us for s in self.shapes))
-        # JSON would turn an inf into null, and the whole file could not be read again.
-        if not all(map(math.isfinite, times)):
-            raise ValueError(f"timing: expected finite numbers, got {times}")
-
-
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The winner of a key. rejected: how many candidates fell for which verdict; tuned_at: ISO 8601, UTC."""
-
-    key: TuningKey
-    config: KernelConfig
-    timing: Timing
-    rejected: dict[str, int]
-    toolchain: Toolchain
-    tuned_at: str
-
-
-class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A binary's verdict on this GPU model. max_error: in units of the bound; validated_at: ISO 8601, UTC.
-
-    seq_lens: the buckets compared at their own length. twin: hash of the binary that differs by its float32 output.
-    """
-
-    binary: str
-    verdict: str
-    max_error: float | None
-    what: str
-    seq_lens: tuple[int, ...]
-    validated_at: str
-    twin: str = ""
-
-    @property
-    def correct(self) -> bool:
-        """Whether the binary may be launched."""
-        return self.verdict == "correct"
-
-
-class GpuFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The content of one file."""
-
-    schema: Literal[1] = SCHEMA
-    gpu: GpuIdentity
-    entries: list[Entry] = []
-    receipts: list[Receipt] = []
-
-
-class _Header(msgspec.Struct):
-    schema: int = SCHEMA
-
-
-class Found(NamedTuple):
-    """A winner, and the file that it belongs to."""
-
-    entry: Entry
-    path: Path
-
-
-class _View(NamedTuple):
-    entries: dict[TuningKey, Found]
-    receipts: dict[str, Receipt]
 
 
 class BadFileError(ValueError):
@@ -121,11 +41,6 @@ class BadFileError(ValueError):
     def __init__(self, path: Path, reason: str, *, spoiled: bool) -> None:
         super().__init__(f"{path}: {reason}")
         self.spoiled = spoiled
-
-
-def json_schema() -> dict[str, Any]:
-    """The JSON Schema of a file."""
-    return msgspec.json.schema(GpuFile)
 
 
 def file_name(gpu: GpuIdentity) -> str:
@@ -139,6 +54,8 @@ def user_directory() -> Path:
     """`TUNEDQK_CACHE_DIR`, else the platform's cache folder; without a home, a path below a device: never writable."""
     if given := os.environ.get("TUNEDQK_CACHE_DIR"):
         return Path(given).absolute()
+    import platformdirs  # slow to import, and of no use where the variable is set
+
     with contextlib.suppress(RuntimeError):
         folder = platformdirs.user_cache_path("tunedqk", appauthor=False)
         if folder.is_absolute():  # an unknown home stays "~", which would become a folder of that name
@@ -170,12 +87,9 @@ def read_file(path: Path, gpu: GpuIdentity | None = None) -> GpuFile | None:
     except OSError as error:
         raise BadFileError(path, f"cannot be read ({error.strerror})", spoiled=False) from error
     try:
-        schema = msgspec.json.decode(data, type=_Header).schema
-        if schema > SCHEMA:
-            raise BadFileError(path, f"schema {schema} is newer than {SCHEMA}, which is known here", spoiled=False)
-        file = msgspec.json.decode(data, type=GpuFile)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadFileError(path, f"not a tuning DB file ({error})", spoiled=True) from error
+        file = decode(data)
+    except ValueError as error:
+        raise BadFileError(path, str(error), spoiled=not isinstance(error, NewerSchemaError)) from error
     if gpu is not None and file.gpu.identity != gpu.identity:
         raise BadFileError(path, f"made on {file.gpu.identity}, not on {gpu.identity}", spoiled=True)
     return file
@@ -192,47 +106,16 @@ def _write_file(path: Path, file: GpuFile) -> None:
     """Publish `file` as a whole. The caller holds the lock: any temporary file that lies there is a dead writer's."""
     for left_over in path.parent.glob(f"{path.name}.*.tmp"):
         left_over.unlink(missing_ok=True)
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f"{path.name}.{os.urandom(4).hex()}.tmp")
     try:
         # Unlike tempfile, open leaves the mode to the umask; "x" follows no planted link.
         with temporary.open("xb") as stream:
-            stream.write(msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n")
+            stream.write(encode(file))
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _renewed(old: Receipt, new: Receipt) -> Receipt:
-    """The incoming one replaces; only correct ones unite their seq_lens."""
-    if not (old.correct and new.correct):
-        return new
-    newer = max(new, old, key=lambda receipt: receipt.validated_at)
-    return msgspec.structs.replace(newer, seq_lens=tuple(sorted({*old.seq_lens, *new.seq_lens})))
-
-
-def _strictest(one: Receipt, other: Receipt) -> Receipt:
-    """Between files, where neither renews the other: the bad one wins."""
-    return _renewed(one, other) if one.correct else one
-
-
-def _merged(file: GpuFile, results: Iterable[Entry | Receipt]) -> GpuFile:
-    """`file` with newer results, sorted."""
-    entries = {entry.key: entry for entry in file.entries}
-    receipts: dict[str, Receipt] = {}
-    for receipt in file.receipts:
-        receipts[receipt.binary] = _strictest(receipts.get(receipt.binary, receipt), receipt)
-    for result in results:
-        if isinstance(result, Entry):
-            entries[result.key] = result
-        else:
-            receipts[result.binary] = _renewed(receipts.get(result.binary, result), result)
-    return GpuFile(
-        gpu=file.gpu,
-        entries=sorted(entries.values(), key=lambda entry: entry.key),
-        receipts=sorted(receipts.values(), key=lambda receipt: receipt.binary),
-    )
 
 
 class TuningDB:
@@ -247,7 +130,7 @@ class TuningDB:
         self._gpu = gpu
         self._others = others
         self._guard = threading.Lock()  # of what follows
-        self._view: _View | None = None
+        self._view: View | None = None
         self._unsaved: list[Entry | Receipt] = []
         self._warned: set[str] = set()
         self._stuck = False
@@ -288,9 +171,8 @@ class TuningDB:
             return False
         except OSError as error:
             self._stuck = True
-            reason = "its lock is taken" if isinstance(error, filelock.Timeout) else error.strerror
             cure = "results stay in memory; TUNEDQK_CACHE_DIR names another folder"
-            self._warn(f"{self.path}: cannot be written ({reason}); {cure}", topic="unsaved")
+            self._warn(f"{self.path}: cannot be written ({error.strerror}); {cure}", topic="unsaved")
             return False
         self._stuck = False
         return True
@@ -311,13 +193,20 @@ class TuningDB:
             try:
                 stack.enter_context(self._locked(".tuning.lock", timeout))
             except OSError as error:
-                acquired = not isinstance(error, filelock.Timeout)
+                acquired = not isinstance(error, BlockingIOError)
             yield acquired
 
     @contextlib.contextmanager
     def _locked(self, suffix: str, timeout: float) -> Iterator[None]:
+        """Hold a lock of the user's file. BlockingIOError if it is taken for too long, OSError if there can be none."""
+        import filelock  # slow to import, and look-ups take no lock
+
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(f"{self.path}{suffix}").acquire(timeout=timeout, poll_interval=0.01):
+        try:
+            held = filelock.FileLock(f"{self.path}{suffix}").acquire(timeout=timeout, poll_interval=0.01)
+        except filelock.Timeout as error:
+            raise BlockingIOError(errno.EAGAIN, "its lock is taken") from error
+        with held:
             yield
 
     def _save(self) -> None:
@@ -326,7 +215,7 @@ class TuningDB:
             unsaved = list(self._unsaved)
         if not unsaved:  # another thread saved ours with its own
             return
-        _write_file(self.path, _merged(self._own_file(), unsaved))
+        _write_file(self.path, merged(self._own_file(), unsaved))
         with self._guard:
             del self._unsaved[: len(unsaved)]
             self._view = None
@@ -343,24 +232,21 @@ class TuningDB:
             self._warn(f"{error}; set aside as {aside.name}")
             return GpuFile(gpu=self._gpu)
 
-    def _look(self) -> _View:
+    def _look(self) -> View:
         with self._guard:
             if self._view is None:
                 self._view = self._read()
             return self._view
 
-    def _read(self) -> _View:
+    def _read(self) -> View:
         """Every file, in order, with what is unsaved as part of the user's."""
-        view = _View({}, {})
+        view = View({}, {})
         folders = search_directories() if self._others is None else self._others
         for path in (self.path, *(folder / self.path.name for folder in folders)):
             file = self._read_or_warn(path)
             if path is self.path:
-                file = _merged(file, self._unsaved)
-            for entry in file.entries:
-                view.entries.setdefault(entry.key, Found(entry, path))
-            for receipt in file.receipts:
-                view.receipts[receipt.binary] = _strictest(view.receipts.get(receipt.binary, receipt), receipt)
+                file = merged(file, self._unsaved)
+            view.add(file, path)
         return view
 
     def _read_or_warn(self, path: Path) -> GpuFile:

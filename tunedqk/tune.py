@@ -17,7 +17,7 @@ import triton
 
 from tunedqk.accept import now
 from tunedqk.config import KernelConfig, TuningKey, fits_shared_memory, search_space
-from tunedqk.db import Entry, Shape, Timing
+from tunedqk.records import Entry, Shape, Timing
 from tunedqk.device import interpreting, toolchain
 from tunedqk.errors import NoAcceptedConfigError, RejectedConfigError
 from tunedqk.kernels.vectorized import qk_score_kernel

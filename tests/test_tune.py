@@ -1,0 +1,512 @@
+"""Tuning one key: what passes the door, what wins, what is counted and stored, and what is left behind."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from pathlib import Path
+
+import mutants
+import pytest
+import torch
+import triton
+from triton.runtime.errors import OutOfResources
+
+import tunedqk
+from tunedqk import accept, launch, tune, validate, workload
+from tunedqk.accept import Door
+from tunedqk.config import KernelConfig, search_space, tuning_key
+from tunedqk.db import TuningDB
+from tunedqk.device import identity_of, interpreting, toolchain
+from tunedqk.errors import NoAcceptedConfigError, RejectedConfigError, TuningDeclinedError
+from tunedqk.timing import Sample
+from tunedqk.validate import Validator
+from tunedqk.workload import TimedShape, Workload
+
+KEY = tuning_key(1, 16, "float32", 1)
+
+
+@pytest.fixture
+def make_door(device, tmp_path):
+    """Makes doors that share a DB, each as a process of its own would."""
+
+    def make():
+        target = torch.device(device)
+        return Door(target, TuningDB(identity_of(target), tmp_path, ()))
+
+    return make
+
+
+@pytest.fixture
+def few(device, monkeypatch):
+    """Three candidates, three distinct programs: enough for every path, and quick on the interpreter."""
+    configs = [KernelConfig(chunk, chunk, num_warps=4) for chunk in (64, 128, 256)]
+    monkeypatch.setattr(tune, "candidates", lambda *_: list(configs))
+    return configs
+
+
+@pytest.fixture
+def autotuned(monkeypatch):
+    """What triton.autotune was asked for, and what went through its hooks, in order."""
+    asked, events = [], []
+    autotune = triton.autotune
+
+    def spy(configs, key, *, prune_configs_by, do_bench, **options):
+        asked.append((configs, key, options))
+        prune = prune_configs_by["early_config_prune"]
+
+        def spying_prune(*arguments, **named):
+            passed = prune(*arguments, **named)
+            events.append(("passed", list(passed)))
+            return passed
+
+        def spying_bench(*arguments, **named):
+            times = do_bench(*arguments, **named)
+            events.append(("timed", times))
+            return times
+
+        def decorate(kernel):
+            asked[-1] = (*asked[-1], kernel)
+            hooks = {"prune_configs_by": {"early_config_prune": spying_prune}, "do_bench": spying_bench}
+            return autotune(configs, key, **hooks)(kernel)
+
+        return decorate
+
+    monkeypatch.setattr(triton, "autotune", spy)
+    return asked, events
+
+
+def spoil(monkeypatch, *configs):
+    """Make the binaries of these configs skip a position; of all configs if none is given."""
+    builder = mutants.builder(mutants.LAST_POSITION_SKIPPED, lambda _, config: not configs or config in configs)
+    monkeypatch.setattr(accept, "build", builder)
+
+
+def hash_of(device, config, key=KEY):
+    return accept.build(torch.device(device), tune.tuned_variant(key), config).hash
+
+
+# --- One key ---
+
+
+def test_a_winner_is_accepted_and_its_receipt_is_stored(device, make_door):
+    door = make_door()
+    entry = tune.tune(KEY, door)
+    assert entry.key == KEY
+    assert entry.config in search_space(KEY, interpreted=interpreting())
+    assert entry.rejected == {}
+    assert entry.toolchain == toolchain()
+    assert entry.timing.worst_slowdown >= 1.0
+    assert len(entry.timing.shapes) >= 1
+    assert entry.timing.bytes > 0
+    # Receipts are for what may be launched for a user: the winner alone. The entry is for the caller to store.
+    receipts = {receipt.binary: receipt for receipt in door.db.receipts()}
+    assert list(receipts) == [hash_of(device, entry.config)]
+    assert receipts[hash_of(device, entry.config)].seq_lens == (KEY.seq_len,)
+    assert door.db.entries() == []
+
+    later = make_door()
+    assert later.accept(tune.tuned_variant(KEY), entry.config, KEY.seq_len)
+    assert later.validations == 0
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        pytest.param(tuning_key(1, 16, "bfloat16", 1), id="bf16"),
+        pytest.param(tuning_key(1, 16, "float16", 2), id="fp16, 2 rows"),
+    ],
+)
+def test_the_winner_of_16_bits_has_a_twin(device, make_door, few, key):
+    door = make_door()
+    entry = tune.tune(key, door)
+    (receipt,) = door.db.receipts()
+    assert receipt.binary == hash_of(device, entry.config, key)
+    variant = tune.tuned_variant(key)._replace(out_dtype=torch.float32)
+    assert receipt.twin == launch.build(torch.device(device), variant, entry.config).hash
+
+
+def test_triton_autotune_runs_over_the_candidates(make_door, few, autotuned):
+    asked, events = autotuned
+    tune.tune(KEY, make_door())
+    ((configs, key, options, kernel),) = asked
+    assert kernel is launch.qk_score_kernel
+    assert {"seq_len", "HEAD_DIM"} <= set(key)
+    assert options == {}
+    assert [config.kwargs for config in configs] == [config.meta() for config in few]
+    assert [(config.num_warps, config.num_stages) for config in configs] == [(c.num_warps, c.num_stages) for c in few]
+    # The door lets all through, and each is timed.
+    (first, passed), *timed = events
+    assert first == "passed"
+    assert passed == configs
+    assert [name for name, _ in timed] == ["timed"] * len(few)
+    assert all(len(times) == 3 for _, times in timed)
+
+
+def test_there_is_no_private_autotuner():
+    for path in Path(tunedqk.__file__).parent.rglob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        assert "triton.runtime.autotuner" not in source, path
+        assert "class Autotuner" not in source, path
+        for form in ("tl.view", "can_reorder"):
+            assert form not in source, path
+
+
+def test_candidates_are_validated_before_any_is_timed(make_door, few, monkeypatch):
+    events = []
+    screen = Door.screen
+
+    class Timer(tune.ScreenTimer):
+        def __call__(self, call):
+            events.append("timed")
+            return super().__call__(call)
+
+    def spy(self, binary, *arguments):
+        events.append(binary.config)
+        return screen(self, binary, *arguments)
+
+    monkeypatch.setattr(Door, "screen", spy)
+    monkeypatch.setattr(tune, "ScreenTimer", Timer)
+    tune.tune(KEY, make_door())
+    assert events == [*few, "timed", "timed", "timed"]
+
+
+def test_candidates_are_compiled_before_any_is_validated(make_door, few, monkeypatch):
+    events = []
+    build, screen = Door.build, Door.screen
+
+    def spy_build(self, variant, config):
+        events.append("built")
+        return build(self, variant, config)
+
+    def spy_screen(self, *arguments):
+        events.append("screened")
+        return screen(self, *arguments)
+
+    monkeypatch.setattr(Door, "build", spy_build)
+    monkeypatch.setattr(Door, "screen", spy_screen)
+    tune.tune(KEY, make_door())
+    assert events[:6] == ["built"] * 3 + ["screened"] * 3
+
+
+# --- Candidates that are wrong ---
+
+
+def test_a_wrong_candidate_is_counted_and_never_wins(device, make_door, few, monkeypatch, autotuned):
+    _, events = autotuned
+    spoil(monkeypatch, few[1])
+    door = make_door()
+    entry = tune.tune(KEY, door)
+    assert entry.rejected == {"wrong result": 1}
+    assert entry.config != few[1]
+    (_, passed), *timed = events
+    assert [config.kwargs for config in passed] == [few[0].meta(), few[2].meta()]
+    assert len(timed) == 2
+    receipts = {receipt.binary: receipt.verdict for receipt in door.db.receipts()}
+    assert receipts == {hash_of(device, few[1]): "wrong result", hash_of(device, entry.config): "correct"}
+
+    # Tuned again, by another process: the bad one is known and not tried.
+    monkeypatch.setattr(mutants.binary_class(mutants.LAST_POSITION_SKIPPED), "launch", None)
+    again = tune.tune(KEY, make_door(), incumbent=few[1])
+    assert again.rejected == {"wrong result": 1}
+    assert again.config != few[1]
+
+
+def test_candidates_that_do_not_compile_are_counted(make_door, few, monkeypatch):
+    def build(device, variant, config):
+        if config == few[0]:
+            raise OutOfResources(300000, 232448, "shared memory")
+        if config == few[1]:
+            raise RuntimeError("PassManager::run failed")
+        return launch.build(device, variant, config)
+
+    monkeypatch.setattr(accept, "build", build)
+    entry = tune.tune(KEY, make_door())
+    assert entry.config == few[2]
+    assert entry.rejected == {"out of resources": 1, "did not compile": 1}
+
+
+def test_all_wrong_is_an_error_and_all_verdicts_are_stored(device, make_door, few, monkeypatch):
+    spoil(monkeypatch)
+    door = make_door()
+    with pytest.raises(NoAcceptedConfigError, match=r"head_dim 16.*'wrong result': 3"):
+        tune.tune(KEY, door)
+    stored = make_door().db
+    assert {receipt.binary: receipt.verdict for receipt in stored.receipts()} == {
+        hash_of(device, config): "wrong result" for config in few
+    }
+    assert stored.entries() == []
+    # Known by now: no validation runs.
+    later = make_door()
+    with pytest.raises(NoAcceptedConfigError):
+        tune.tune(KEY, later)
+    assert later.validations == 0
+
+
+@pytest.mark.parametrize("right", [pytest.param(True, id="right"), pytest.param(False, id="wrong")])
+def test_an_only_candidate_passes_the_door_too(make_door, monkeypatch, right):
+    # triton.autotune launches an only config unseen.
+    only = KernelConfig(64, 64, num_warps=4)
+    monkeypatch.setattr(tune, "candidates", lambda *_: [only])
+    if right:
+        assert tune.tune(KEY, make_door()).config == only
+        return
+    spoil(monkeypatch, only)
+    with pytest.raises(NoAcceptedConfigError):
+        tune.tune(KEY, make_door())
+
+
+def test_an_only_survivor_is_tuned(make_door, few, monkeypatch):
+    spoil(monkeypatch, *few[:2])
+    entry = tune.tune(KEY, make_door())
+    assert entry.config == few[2]
+    assert entry.rejected == {"wrong result": 2}
+
+
+def test_a_winner_whose_fp32_twin_is_wrong_gives_way(make_door, few, monkeypatch):
+    key = tuning_key(1, 16, "bfloat16", 1)
+    lost = []
+
+    def is_wrong(variant, config):
+        if variant.out_dtype == torch.float32 and len(lost) < 2 and config not in lost:
+            lost.append(config)
+        return variant.out_dtype == torch.float32 and config in lost
+
+    monkeypatch.setattr(accept, "build", mutants.builder(mutants.BF16_PRODUCTS, is_wrong))
+    door = make_door()
+    entry = tune.tune(key, door)
+    assert len(lost) == 2
+    assert entry.config not in lost
+    assert entry.rejected == {"wrong result": 2}
+    assert sorted(receipt.verdict for receipt in door.db.receipts()) == ["correct", "wrong result", "wrong result"]
+
+
+def test_the_search_stops_when_no_finalist_has_a_right_twin(make_door, few, monkeypatch):
+    key = tuning_key(1, 16, "bfloat16", 1)
+    builder = mutants.builder(mutants.BF16_PRODUCTS, lambda variant, _: variant.out_dtype == torch.float32)
+    monkeypatch.setattr(accept, "build", builder)
+    with pytest.raises(NoAcceptedConfigError, match="'wrong result': 3"):
+        tune.tune(key, make_door())
+
+
+# --- What wins ---
+
+A, B, C = (KernelConfig(chunk, chunk, num_warps=4) for chunk in (64, 128, 256))
+SHAPE = TimedShape(1, 8, [torch.empty(4)], [torch.empty(64)], [torch.empty(4)])
+
+
+class StubDoor:
+    """Accepts all but some configs."""
+
+    def __init__(self, *rejected):
+        self.rejected = rejected
+        self.asked = []
+
+    def accept(self, _variant, config, _seq_len):
+        self.asked.append(config)
+        if config in self.rejected:
+            raise RejectedConfigError("no", validate.WRONG_RESULT)
+
+
+def samples_of(**medians):
+    names = {"a": A, "b": B, "c": C}
+    return {names[name]: [Sample(m, 0.9 * m, 1.1 * m) for m in values] for name, values in medians.items()}
+
+
+def winner_of(samples, incumbent=None, door=None):
+    shapes = [SHAPE] * len(next(iter(samples.values())))
+    timings = tune._timings(samples, shapes, None)
+    return tune._first_that_holds(KEY, door or StubDoor(), timings, tune.Counter(), incumbent)
+
+
+def test_the_least_worst_slowdown_wins():
+    # a is fastest on one batch size, b on the other; c is never far off.
+    assert winner_of(samples_of(a=[10.0, 130.0], b=[14.0, 100.0], c=[10.5, 105.0])) == C
+
+
+@pytest.mark.parametrize(
+    ("incumbent_time", "stays"),
+    [
+        pytest.param(10.0, True, id="as fast"),
+        pytest.param(10.04, True, id="0.4 % slower"),
+        pytest.param(10.1, False, id="1 % slower"),
+    ],
+)
+def test_a_tie_goes_to_the_incumbent(incumbent_time, stays):
+    samples = samples_of(a=[10.0], b=[incumbent_time], c=[12.0])
+    assert winner_of(samples) == A
+    assert winner_of(samples, incumbent=B) == (B if stays else A)
+    assert winner_of(samples, incumbent=KernelConfig(16, 16, 1)) == A  # one that is not in the running
+
+
+def test_the_next_best_wins_when_the_best_fails_its_validation():
+    door = StubDoor(A)
+    assert winner_of(samples_of(a=[10.0], b=[11.0], c=[12.0]), incumbent=A, door=door) == B
+    assert door.asked == [A, B]
+
+
+def test_no_finalist_that_holds_is_an_error():
+    with pytest.raises(NoAcceptedConfigError, match="wrong result"):
+        winner_of(samples_of(a=[10.0], b=[11.0]), door=StubDoor(A, B))
+
+
+def test_the_incumbent_is_a_finalist_however_slow_its_screening(device, make_door, monkeypatch):
+    monkeypatch.setattr(tune, "FINALISTS", 1)
+    screening = tune._Screening(KEY, make_door(), SHAPE)
+    for config, median in ((A, 10.0), (B, 11.0), (C, 30.0)):
+        screening.accepted[config] = launch.build(torch.device(device), tune.tuned_variant(KEY), config)
+        screening.samples[config] = Sample(median, median, median)
+    assert list(screening.fastest(None)) == [A]
+    assert list(screening.fastest(C)) == [A, C]
+    assert list(screening.fastest(A)) == [A]
+    del screening.samples[C]  # never timed, so it might be the fastest
+    assert list(screening.fastest(None)) == [C]
+
+
+def test_an_incumbent_stays_through_a_whole_tuning(make_door, few, monkeypatch):
+    same = Sample(10.0, 10.0, 10.0)
+    monkeypatch.setattr(tune.ScreenTimer, "__call__", lambda *_: same)
+    monkeypatch.setattr(tune, "_compare", lambda finalists, work: {c: [same] * len(work.shapes) for c in finalists})
+    assert tune.tune(KEY, make_door(), incumbent=few[2]).config == few[2]
+    assert tune.tune(KEY, make_door(), incumbent=few[0]).config == few[0]
+
+
+# --- Timings ---
+
+
+def test_timings_are_of_the_largest_shape_with_their_slowdown():
+    timings = tune._timings(samples_of(a=[10.0, 130.0], b=[20.0, 100.0]), [SHAPE, SHAPE], None)
+    assert (timings[A].median_us, timings[A].p20_us, timings[A].p80_us) == (130.0, 117.0, 143.0)
+    assert (timings[A].worst_slowdown, timings[B].worst_slowdown) == (1.3, 2.0)
+    assert timings[A].bytes == SHAPE.bytes == 4 * (4 + 64 + 4)
+    assert [shape.median_us for shape in timings[A].shapes] == [10.0, 130.0]
+
+
+def test_shares_of_the_floor_are_none_without_a_floor():
+    timing = tune._timings(samples_of(a=[10.0, 100.0]), [SHAPE, SHAPE], None)[A]
+    assert timing.floor_share is None
+    assert [shape.floor_share for shape in timing.shapes] == [None, None]
+    timing = tune._timings(samples_of(a=[10.0, 100.0]), [SHAPE, SHAPE], lambda _: 8.0)[A]
+    assert timing.floor_share == 0.08
+    assert [shape.floor_share for shape in timing.shapes] == [0.8, 0.08]
+
+
+@pytest.mark.parametrize("time", [pytest.param(math.inf, id="inf"), pytest.param(math.nan, id="nan")])
+def test_times_that_are_none_are_an_error_not_a_winner(time):
+    # Triton's Autotuner lets the first config win.
+    with pytest.raises(ValueError, match="finite"):
+        winner_of(samples_of(a=[time], b=[time]))
+
+
+def test_a_floor_is_asked_for_each_shape(make_door, few):
+    asked = []
+
+    def floor_us(shape):
+        asked.append(shape.batch)
+        return 1.0
+
+    entry = tune.tune(KEY, make_door(), floor_us=floor_us)
+    assert asked == [shape.batch for shape in entry.timing.shapes]
+    assert entry.timing.floor_share is not None
+
+
+# --- Memory ---
+
+
+class Cut(Exception):  # noqa: N818  not an error of anybody's
+    pass
+
+
+def interrupted(*_):
+    raise Cut
+
+
+# name, what to break, with what, and what comes out.
+ENDINGS = [
+    pytest.param(None, None, None, id="a winner"),
+    pytest.param(accept, "build", NoAcceptedConfigError, id="no accepted config"),
+    pytest.param(Validator, "check", Cut, id="an error while validating"),
+    pytest.param(tune.ScreenTimer, "__call__", Cut, id="an error while timing"),
+    pytest.param(tune, "_timings", Cut, id="an error after timing"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "error"), ENDINGS)
+def test_tuning_leaves_no_memory_behind(device, make_door, few, monkeypatch, owner, name, error):
+    if device == "cuda":
+        tune.tune(KEY, make_door())  # what torch and triton keep for themselves
+    left = []
+
+    class SpiedWorkload(Workload):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            left.append(weakref.ref(self._pool))
+            left.extend(weakref.ref(x) for shape in self.shapes for x in (*shape.q, *shape.k, *shape.out))
+
+    class SpiedValidator(Validator):
+        def check(self, *arguments):
+            verdict = super().check(*arguments)
+            left.extend(weakref.ref(inputs.k) for inputs in self._judging)
+            return verdict
+
+    monkeypatch.setattr(tune, "Workload", SpiedWorkload)
+    monkeypatch.setattr(accept, "Validator", SpiedValidator)
+    if error is NoAcceptedConfigError:
+        spoil(monkeypatch)
+    elif error is not None:
+        monkeypatch.setattr(SpiedValidator if owner is Validator else owner, name, interrupted)
+    door = make_door()
+    gc.collect()
+    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    try:
+        tune.tune(KEY, door)
+    except (Cut, NoAcceptedConfigError) as caught:
+        assert type(caught) is error  # noqa: PT017  pytest.raises would keep the traceback, and the tensors in it
+    else:
+        assert error is None
+    gc.collect()
+    assert left
+    assert not [reference for reference in left if reference() is not None]
+    assert door._validator is None
+    if device == "cuda":
+        assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.gpu
+def test_tuning_declines_when_little_memory_is_free(make_door, monkeypatch):
+    key = tuning_key(8192, 128, "bfloat16", 1)  # 16 MiB of keys at batch 1
+    total = torch.cuda.mem_get_info()[1]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (32 << 20, total))
+    before = torch.cuda.memory_allocated()
+    with pytest.raises(TuningDeclinedError, match=r"16 MiB.*32 MiB"):
+        tune.tune(key, make_door())
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("free", "batches"),
+    [
+        pytest.param(48 << 20, [1], id="48 MiB free"),
+        pytest.param(400 << 20, [1, 8], id="400 MiB free"),
+        pytest.param(16 << 30, [1, 8, 64], id="16 GiB free"),
+    ],
+)
+def test_the_workload_shrinks_to_what_is_free(device, monkeypatch, free, batches):
+    key = tuning_key(8192, 128, "bfloat16", 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, free))
+    before = torch.cuda.memory_allocated()
+    shapes = Workload(torch.device(device), tune.tuned_variant(key), key.seq_len).shapes
+    keys = torch.cuda.memory_allocated() - before
+    assert [shape.batch for shape in shapes] == batches
+    assert keys < free * workload.MEMORY_SHARE * 1.2 + (8 << 20)
+
+
+@pytest.mark.gpu
+def test_candidates_fit_the_shared_memory_of_this_gpu(device):
+    key = tuning_key(8192, 576, "bfloat16", 16)
+    limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    assert 1 <= len(tune.candidates(key, torch.device(device))) <= len(search_space(key))
+    for config in tune.candidates(key, torch.device(device)):
+        assert tune.fits_shared_memory(config, key, limit)
