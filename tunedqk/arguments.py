@@ -66,8 +66,8 @@ def check(
     for name, tensor in (("q", q), ("k", k)):
         if tensor.stride(-1) != 1 and head_dim > 1:
             raise ValueError(f"{name}: expected a contiguous last dimension (stride 1), got strides {tensor.stride()}")
-    if out_dtype is not None and out_dtype not in DTYPE_NAMES:
-        raise TypeError(f"out_dtype: expected {_SUPPORTED}, got {out_dtype}")
+    if out_dtype is not None and (not isinstance(out_dtype, torch.dtype) or out_dtype not in DTYPE_NAMES):
+        raise TypeError(f"out_dtype: expected {_SUPPORTED}, got {out_dtype!r}")
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
         name = "q" if q.requires_grad else "k"
         raise ValueError(f"{name}: expected a tensor that needs no gradient (detach it, or use torch.no_grad()), got requires_grad")

@@ -211,6 +211,8 @@ def default_config(key: TuningKey, *, interpreted: bool = False) -> KernelConfig
 GRID_HEAD_DIMS = (128, 64, 80, 96, 256)
 GRID_DTYPES = ("bfloat16", "float16", "float32")
 GRID_ROWS = (1, 4, 8, 16)
+GRID_ALL_HEAD_DIMS = (*GRID_HEAD_DIMS, 32, 48, 112, 160, 192, 512, 576)
+GRID_ALL_ROWS = (*GRID_ROWS, 2, 32, 64, 128)
 GRID_SEQ_LENS = tuple(512 << step for step in range(9))  # 512 to 131072
 
 

@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from tunedqk.device import GpuIdentity
     from tunedqk.records import Entry, Found, Receipt
 
-# Until accept and tune import records.
-from tunedqk.records import Entry as Entry, Receipt as Receipt, Shape as Shape, Timing as Timing  # noqa: I001, PLC0414
-
 LOCK_TIMEOUT = 10.0  # seconds that a writer waits for the others
 
 

@@ -1,0 +1,230 @@
+"""The command line: `tunedqk pretune | show | verify`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tunedqk import __version__, config
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from tunedqk.config import TuningKey
+    from tunedqk.pretune import Outcome
+    from tunedqk.resolve import Resolver
+
+PLAIN_WIDTH = 160  # columns where the output is no terminal
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    command = {"pretune": _pretune, "show": _show, "verify": _verify}[options.command]
+    try:
+        return command(options)
+    except KeyboardInterrupt:
+        print("\nStopped. What was finished is saved; the same command goes on from there.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tunedqk", description="Attention scores from a kernel tuned once per GPU, validated before use."
+    )
+    parser.add_argument("--version", action="version", version=f"tunedqk {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    pretune = commands.add_parser(
+        "pretune",
+        help="tune keys ahead of time",
+        description="Tune keys ahead of time and save the winners in this GPU's file. Finished keys are skipped. "
+        "Without a GPU the same pipeline runs under Triton's interpreter, into a file of its own.",
+        epilog="example: tunedqk pretune --head-dims 128 --dtypes bfloat16 --rows 1,4",
+    )
+    scope = pretune.add_mutually_exclusive_group()
+    scope.add_argument("--quick", action="store_true", help="four keys: bfloat16, head_dim 128, rows 1 and 4")
+    scope.add_argument("--all", action="store_true", help="more head_dims and rows than the default grid")
+    pretune.add_argument("--head-dims", type=_numbers(1, config.MAX_HEAD_DIM), metavar="N,N", help="only these")
+    pretune.add_argument("--seq-lens", type=_numbers(1, 2**31 - 1), metavar="N,N", help="only the buckets of these")
+    pretune.add_argument("--rows", type=_numbers(1, 4096), metavar="N,N", help="only these (query rows per KV head)")
+    pretune.add_argument("--dtypes", type=_dtypes, metavar="NAME,NAME", help="only these")
+    pretune.add_argument("--dry-run", action="store_true", help="show the file, the keys and the number of configs")
+    pretune.add_argument("--force", action="store_true", help="tune also what has a winner")
+    pretune.add_argument("--out", type=Path, metavar="FOLDER", help="save there, and know only what is there")
+
+    show = commands.add_parser(
+        "show", help="list winners", description="List the winners in the files that are known here, or in the given ones.",
+        epilog="example: tunedqk show",
+    )  # fmt: skip
+    show.add_argument("files", nargs="*", type=Path, help="JSON files")
+
+    verify = commands.add_parser(
+        "verify", help="validate every winner again",
+        description="Validate every stored winner of this GPU again, receipt or not. Exit status 1 if one fails.",
+        epilog="example: tunedqk verify",
+    )  # fmt: skip
+    verify.add_argument("--out", type=Path, metavar="FOLDER", help="verify the file in this folder")
+    return parser
+
+
+def _numbers(low: int, high: int) -> argparse._ActionType:
+    def parse(text: str) -> tuple[int, ...]:
+        try:
+            values = tuple(int(part) for part in text.split(","))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected numbers like 64,128, got {text!r}") from None
+        if not all(low <= value <= high for value in values):
+            raise argparse.ArgumentTypeError(f"expected numbers from {low} to {high}, got {text!r}")
+        return values
+
+    return parse
+
+
+def _dtypes(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in config.ELEMENT_SIZE]:
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join(config.ELEMENT_SIZE)}, got {unknown[0]!r}")
+    return names
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
+
+
+def _device_ready(console: Console) -> None:
+    """Choose GPU or interpreter, which Triton reads when it is first imported."""
+    import torch
+
+    if os.environ.get("TRITON_INTERPRET") is None and not torch.cuda.is_available():
+        console.print("No GPU here: running the pipeline under Triton's interpreter. Its times say nothing about a GPU.")
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+def _resolver(folder: Path | None) -> Resolver:
+    from tunedqk.db import TuningDB
+    from tunedqk.device import identity_of
+    from tunedqk.pretune import current_device
+    from tunedqk.resolve import Resolver
+
+    device = current_device()
+    return Resolver(device, TuningDB(identity_of(device), folder, others=[]) if folder else None)
+
+
+def _keys(options: argparse.Namespace) -> list[TuningKey]:
+    from tunedqk.pretune import QUICK
+
+    chosen = (options.head_dims, options.dtypes, options.rows, options.seq_lens)
+    if options.quick and not any(chosen):
+        return QUICK
+    head_dims = config.GRID_ALL_HEAD_DIMS if options.all else config.GRID_HEAD_DIMS
+    rows = config.GRID_ALL_ROWS if options.all else config.GRID_ROWS
+    defaults = (head_dims, config.GRID_DTYPES, rows, config.GRID_SEQ_LENS)
+    if options.quick:
+        defaults = ((128,), ("bfloat16",), (1, 4), (4096, 32768))
+    return config.grid(*(given or default for given, default in zip(chosen, defaults, strict=True)))
+
+
+def _pretune(options: argparse.Namespace) -> int:
+    console = _console()
+    _device_ready(console)
+    from tunedqk import pretune
+    from tunedqk.report import entries_table, summary
+
+    resolver = _resolver(options.out)
+    keys = _keys(options)
+    todo = keys if options.force else pretune.missing(keys, resolver)
+    console.print(f"{resolver.gpu.name}: {len(todo)} of {len(keys)} keys to tune, into {resolver.db.path}", soft_wrap=True)
+    if options.dry_run:
+        for key in todo:
+            console.print(f"  {key}: {pretune.config_count([key], resolver)} configs")
+        console.print(f"{pretune.config_count(todo, resolver)} configs in all. Nothing was tuned.")
+        return 0
+    outcomes = _run_with_progress(console, pretune.Pretuner(resolver, force=options.force), keys)
+    tuned = [outcome.entry for outcome in outcomes if outcome.entry is not None and outcome.tuned]
+    if tuned:
+        console.print(entries_table(tuned, f"tuned on {resolver.gpu.name}"))
+    console.print(summary(outcomes), soft_wrap=True)
+    return 1 if any(outcome.entry is None for outcome in outcomes) else 0
+
+
+def _run_with_progress(console: Console, pretuner: object, keys: list[TuningKey]) -> list[Outcome]:
+    """A bar with the time left on a terminal, a line per key elsewhere."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from tunedqk.pretune import Pretuner
+    from tunedqk.report import outcome_line
+
+    assert isinstance(pretuner, Pretuner)
+    if not console.is_terminal:
+        return pretuner.run(keys, lambda outcome: console.print(outcome_line(outcome), soft_wrap=True))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("tuning", total=len(keys))
+
+        def report(outcome: Outcome) -> None:
+            if outcome.entry is None:
+                progress.console.print(outcome_line(outcome))
+            progress.update(task, advance=1, description=str(outcome.key))
+
+        return pretuner.run(keys, report)
+
+
+def _show(options: argparse.Namespace) -> int:
+    from tunedqk.db import load_file, search_directories, user_directory
+    from tunedqk.report import entries_table
+
+    console = _console()
+    status = 0
+    folders = [user_directory(), *search_directories()]
+    files = options.files or [path for folder in folders if folder.is_dir() for path in sorted(folder.glob("*.json"))]
+    if not files:
+        console.print(f"No file yet in {', '.join(map(str, folders))}: run tunedqk pretune.", soft_wrap=True)
+    for path in files:
+        try:
+            content = load_file(path)
+        except ValueError as error:
+            print(f"tunedqk show: {error}", file=sys.stderr)
+            status = 1
+            continue
+        correct = sum(receipt.correct for receipt in content.receipts)
+        count = f"{len(content.entries)} winners, {correct} binaries proven, {len(content.receipts) - correct} rejected"
+        console.print(entries_table(content.entries, f"{content.gpu.name} ({content.gpu.arch}): {count}\n{path}"))
+    return status
+
+
+def _verify(options: argparse.Namespace) -> int:
+    console = _console()
+    _device_ready(console)
+    from tunedqk.errors import RejectedConfigError
+    from tunedqk.tune import tuned_variant
+
+    resolver = _resolver(options.out)
+    failed = 0
+    entries = [found.entry for found in resolver.db.entries()]
+    for entry in entries:
+        try:
+            resolver.door.accept(tuned_variant(entry.key), entry.config, entry.key.seq_len, again=True)
+        except RejectedConfigError as error:
+            failed += 1
+            console.print(f"{entry.key}: {error}", soft_wrap=True)
+    resolver.door.release()
+    console.print(
+        f"{resolver.gpu.name}: {len(entries) - failed} of {len(entries)} winners are correct, "
+        f"{resolver.door.validations} binaries validated again."
+    )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

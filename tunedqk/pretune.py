@@ -1,0 +1,100 @@
+"""Tuning ahead of time: which keys are missing, tuning them one by one, and what came of it."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from tunedqk.config import TuningKey, grid
+from tunedqk.device import interpreting
+from tunedqk.errors import NoAcceptedConfigError, RejectedConfigError, TuningDeclinedError
+from tunedqk.floor import measure_floor
+from tunedqk.tune import candidates, tune, tuned_variant
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from tunedqk.records import Entry
+    from tunedqk.resolve import Resolver
+    from tunedqk.workload import TimedShape
+
+QUICK = grid(head_dims=(128,), dtypes=("bfloat16",), rows=(1, 4), seq_lens=(4096, 32768))
+"""The keys of `pretune --quick`."""
+
+
+class Outcome(NamedTuple):
+    """What became of one key. entry: its winner, if it has one; tuned: now, not before; error: why it has none."""
+
+    key: TuningKey
+    entry: Entry | None
+    tuned: bool
+    seconds: float
+    error: str = ""
+
+
+def current_device() -> torch.device:
+    """The device to tune: the current GPU, or the interpreter's CPU."""
+    return torch.device("cpu") if interpreting() else torch.device("cuda", torch.cuda.current_device())
+
+
+def missing(keys: Iterable[TuningKey], resolver: Resolver) -> list[TuningKey]:
+    """The keys that have no stored winner."""
+    return [key for key in keys if resolver.db.winner(key) is None]
+
+
+def config_count(keys: Iterable[TuningKey], resolver: Resolver) -> int:
+    """How many configs tuning these keys goes through."""
+    return sum(len(candidates(key, resolver.device)) for key in keys)
+
+
+class Pretuner:
+    """Tunes keys on one device. Each result is saved at once, so that a run that was stopped goes on where it was."""
+
+    def __init__(self, resolver: Resolver, *, force: bool = False) -> None:
+        """force: tune again what has a winner; the old one stays unless it is beaten."""
+        self.resolver = resolver
+        self.force = force
+        self._floors: dict[tuple[int, int], float] = {}
+
+    def run(self, keys: Iterable[TuningKey], report: Callable[[Outcome], None]) -> list[Outcome]:
+        """Bring every key to a winner with a receipt, and report each when it is done."""
+        outcomes = []
+        for key in keys:
+            outcome = self._one(key)
+            report(outcome)
+            outcomes.append(outcome)
+        return outcomes
+
+    def _one(self, key: TuningKey) -> Outcome:
+        db, door = self.resolver.db, self.resolver.door
+        start = time.perf_counter()
+        found = db.winner(key)
+        try:
+            if found is not None and not self.force and self._holds(key, found.entry):
+                return Outcome(key, found.entry, tuned=False, seconds=time.perf_counter() - start)
+            incumbent = found.entry.config if found is not None else None
+            with db.tuning_lock(timeout=600.0):  # late is better than never: on a time-out both just tune
+                entry = tune(key, door, incumbent=incumbent, floor_us=None if interpreting() else self._floor_us)
+            db.record(entries=[entry])
+        except (NoAcceptedConfigError, TuningDeclinedError) as error:
+            return Outcome(key, None, tuned=False, seconds=time.perf_counter() - start, error=str(error))
+        return Outcome(key, entry, tuned=True, seconds=time.perf_counter() - start)
+
+    def _holds(self, key: TuningKey, entry: Entry) -> bool:
+        """Whether the stored winner is accepted here; validates it where its receipt is from another toolchain."""
+        try:
+            self.resolver.door.accept(tuned_variant(key), entry.config, key.seq_len)
+        except RejectedConfigError:
+            return False
+        finally:
+            self.resolver.door.release()
+        return True
+
+    def _floor_us(self, shape: TimedShape) -> float:
+        """Microseconds at the read+write floor; shapes that move the same bytes share it."""
+        moved = (shape.k[0].nbytes, shape.out[0].nbytes)
+        if moved not in self._floors:
+            self._floors[moved] = measure_floor(shape.k, shape.out, passes=shape.passes).read_write_us
+        return self._floors[moved]
