@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(items):
         return
     reason = "needs a GPU, but TRITON_INTERPRET is set" if torch.cuda.is_available() else "needs a GPU"
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 

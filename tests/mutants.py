@@ -201,6 +201,10 @@ MUTANTS = [
             f"tl.sum(({PRODUCT}).to(tl.float16), axis=1).to(tl.float32)", variant=variant_of(BF16)),
     _mutant("bf16 scores in bf16 before scale", DOT, f"{DOT}.to(tl.bfloat16).to(tl.float32)", variant=BY_DOT),
     _mutant("keys in fp8", PRODUCT, PRODUCT.replace("keys.", "keys.to(tl.float8e5)."), variant=variant_of(BF16)),
+    _mutant("fp16 products saturate", PRODUCT, f"tl.minimum(tl.maximum({PRODUCT}, -65504.0), 65504.0)",
+            variant=variant_of(FP16)),
+    # Within any tolerance, but not where every sum is exact.
+    _mutant("last bit off", SUM_SCORES, SUM_SCORES.replace("scale,", "scale * (1 + 1e-7),")),
     _mutant("rounded twice", "scores.to(element_ty)", "scores.to(tl.float16).to(element_ty)", variant=variant_of(FP32)),
     _mutant("fp16 by way of bf16", "scores.to(element_ty)", "scores.to(tl.bfloat16).to(tl.float32).to(element_ty)",
             variant=variant_of(FP16)),

@@ -20,9 +20,10 @@ from reference import assert_scores, make_inputs, poisoned
 
 from tunedqk import accept, launch, resolve, score, tune
 from tunedqk.config import KernelConfig, default_config, tuning_key
-from tunedqk.db import Entry, Timing, TuningDB
+from tunedqk.db import TuningDB
 from tunedqk.device import identity_of, interpreting, toolchain
 from tunedqk.errors import MissingConfigError, RejectedConfigError, TuningDeclinedError
+from tunedqk.records import Entry, Timing
 from tunedqk.resolve import Mode, resolver_for
 from tunedqk.score import qk_score
 
@@ -494,6 +495,10 @@ def test_a_growing_cache_is_tuned_per_bucket_and_compiled_at_its_first_step(devi
         after_first = after_first or (len(compiled), len(built))
     assert resolver.tunings <= buckets
     assert len(resolved) == buckets
+    # What is kept ready has the buckets of the keys.
+    assert sorted(slot[6] for slot in score._ready) == sorted(
+        {tuning_key(seq_len, head_dim, "float32", 1).seq_len for seq_len in lengths}
+    )
     assert (len(compiled), len(built)) == after_first
 
 
@@ -523,9 +528,17 @@ def _one_launch_at_a_time(monkeypatch):
     ],
 )
 @pytest.mark.usefixtures("_one_launch_at_a_time")
-def test_cold_threads_tune_once(device, few, groups):
+def test_cold_threads_tune_once(device, few, groups, monkeypatch):
     cases = [make_inputs(1, groups[i % len(groups)], 1, 40 + i, 16, torch.bfloat16, device) for i in range(8)]
     barrier = threading.Barrier(len(cases))
+    resolver, resolved = resolver_of(device), []
+    resolve_ = resolver.resolve
+
+    def spy(*arguments):
+        resolved.append(arguments)
+        return resolve_(*arguments)
+
+    monkeypatch.setattr(resolver, "resolve", spy)
 
     def cold(case):
         barrier.wait(60)
@@ -535,8 +548,7 @@ def test_cold_threads_tune_once(device, few, groups):
         results = list(pool.map(cold, cases))
     for (q, k), scores in zip(cases, results, strict=True):
         assert_scores(scores, q, k)
-    assert resolver_of(device).tunings == len(groups)
-    assert len(score._ready) == len(groups)
+    assert resolver.tunings == len(resolved) == len(score._ready) == len(groups)
 
 
 @pytest.mark.usefixtures("_one_launch_at_a_time")

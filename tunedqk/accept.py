@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -10,7 +10,6 @@ from triton.errors import TritonError
 from triton.runtime.errors import OutOfResources
 
 from tunedqk import validate
-from tunedqk.db import TuningDB
 from tunedqk.errors import RejectedConfigError
 from tunedqk.launch import Binary, Variant, build
 from tunedqk.records import Receipt
@@ -18,11 +17,12 @@ from tunedqk.validate import Validator, Verdict
 
 if TYPE_CHECKING:
     from tunedqk.config import KernelConfig
+    from tunedqk.db import TuningDB
 
 
 def now() -> str:
     """The time for a record, in UTC and without fractions of a second."""
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds")
 
 
 class Built(NamedTuple):
@@ -71,7 +71,9 @@ class Door:
                 verdict = self._validate(binary, receipt, seq_len)
             if verdict.correct:
                 return binary
-        raise RejectedConfigError(f"config ({config}) for {variant}: {verdict.verdict}: {verdict.what}", verdict.verdict)
+        raise RejectedConfigError(
+            f"config ({config}) for {variant}: {verdict.verdict}: {verdict.what}", verdict.verdict
+        )
 
     def screen(self, binary: Binary, seq_len: int, capacity: int) -> Verdict:
         """As accept, but without the twin, for a candidate that may never be launched for a user: no good receipt.

@@ -9,6 +9,7 @@ import torch
 from tunedqk.config import MAX_HEAD_DIM, KernelConfig
 from tunedqk.launch import DTYPE_NAMES, MAX_PROGRAMS
 
+DEVICES = ("cuda", "cpu")
 LAYOUTS = ("NHD", "HND")
 _SUPPORTED = ", ".join(DTYPE_NAMES.values())
 
@@ -47,6 +48,8 @@ def check(
     k_batch, seq_len, kv_heads, k_head_dim = k.shape
     if layout == "HND":
         seq_len, kv_heads = kv_heads, seq_len
+    if q.device.type not in DEVICES:
+        raise ValueError(f"q: expected a CUDA or CPU device, got {q.device}")
     if q.dtype not in DTYPE_NAMES:
         raise TypeError(f"q: expected dtype {_SUPPORTED}, got {q.dtype}")
     if k.dtype != q.dtype:
@@ -61,16 +64,18 @@ def check(
         raise ValueError(f"q: expected head_dim from 1 to {MAX_HEAD_DIM}, got {head_dim}")
     if q_heads and (not kv_heads or q_heads % kv_heads):
         raise ValueError(f"q: expected q_heads to be a multiple of kv_heads {kv_heads}, got {q_heads}")
-    if not q_heads and kv_heads:
-        raise ValueError(f"q: expected q_heads for {kv_heads} kv_heads, got 0")
     for name, tensor in (("q", q), ("k", k)):
         if tensor.stride(-1) != 1 and head_dim > 1:
             raise ValueError(f"{name}: expected a contiguous last dimension (stride 1), got strides {tensor.stride()}")
+        if tensor.is_neg():
+            raise ValueError(f"{name}: expected stored values (use resolve_neg()), got a lazily negated view")
     if out_dtype is not None and (not isinstance(out_dtype, torch.dtype) or out_dtype not in DTYPE_NAMES):
         raise TypeError(f"out_dtype: expected {_SUPPORTED}, got {out_dtype!r}")
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
         name = "q" if q.requires_grad else "k"
-        raise ValueError(f"{name}: expected a tensor that needs no gradient (detach it, or use torch.no_grad()), got requires_grad")
+        raise ValueError(
+            f"{name}: expected a tensor that needs no gradient (detach it, or use torch.no_grad()), got requires_grad"
+        )
     out_len = seq_len
     if out is not None:
         _check_out(q, k, out, out_dtype, (batch, q_heads, seq_len))
@@ -93,10 +98,14 @@ def _check_out(
         raise ValueError(f"out: expected out_dtype {out_dtype}, got {out.dtype}")
     if out.device != q.device:
         raise ValueError(f"out: expected q's device {q.device}, got {out.device}")
+    if out.is_neg():
+        raise ValueError("out: expected a tensor that stores its values, got a lazily negated view")
     if torch.is_grad_enabled() and out.requires_grad:
         raise ValueError("out: expected a tensor that needs no gradient, got requires_grad")
     if _overlaps_itself(out):
-        raise ValueError(f"out: expected elements that do not overlap, got strides {out.stride()} for shape {list(out.shape)}")
+        raise ValueError(
+            f"out: expected elements that do not overlap, got strides {out.stride()} for shape {list(out.shape)}"
+        )
     for name, tensor in (("q", q), ("k", k)):
         if _share_memory(out, tensor):
             raise ValueError(f"out: expected memory of its own, got memory that overlaps {name}")
@@ -111,7 +120,7 @@ def _span(x: torch.Tensor) -> tuple[int, int]:
 
 def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors may share bytes. Interleaved views of one buffer that never meet count as sharing."""
-    if not a.numel() or not b.numel() or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+    if not a.numel() or not b.numel():
         return False
     (a_start, a_end), (b_start, b_end) = _span(a), _span(b)
     return a_start < b_end and b_start < a_end
@@ -129,9 +138,12 @@ def _overlaps_itself(x: torch.Tensor) -> bool:
 
 def check_number(name: str, value: object) -> float:
     """A real number, as a float."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}: expected a number or None, got {type(value).__name__}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: expected a number that fits a float, got an int beyond its range") from None
 
 
 def check_config(config: object) -> None:
@@ -143,4 +155,6 @@ def check_config(config: object) -> None:
 def check_programs(programs: int) -> None:
     """The grid must fit its one dimension."""
     if programs > MAX_PROGRAMS:
-        raise ValueError(f"k: expected at most {MAX_PROGRAMS} chunks over batch and heads, got {programs}; split the batch")
+        raise ValueError(
+            f"k: expected at most {MAX_PROGRAMS} chunks over batch and heads, got {programs}; split the batch"
+        )

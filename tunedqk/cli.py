@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tunedqk.config import TuningKey
-    from tunedqk.pretune import Outcome
+    from tunedqk.pretune import Outcome, Pretuner
     from tunedqk.resolve import Resolver
 
 PLAIN_WIDTH = 160  # columns where the output is no terminal
@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     pretune.add_argument("--out", type=Path, metavar="FOLDER", help="save there, and know only what is there")
 
     show = commands.add_parser(
-        "show", help="list winners", description="List the winners in the files that are known here, or in the given ones.",
+        "show", help="list winners", description="List the winners in all files known here, or in the given ones.",
         epilog="example: tunedqk show",
     )  # fmt: skip
     show.add_argument("files", nargs="*", type=Path, help="JSON files")
@@ -107,7 +107,9 @@ def _device_ready(console: Console) -> None:
     import torch
 
     if os.environ.get("TRITON_INTERPRET") is None and not torch.cuda.is_available():
-        console.print("No GPU here: running the pipeline under Triton's interpreter. Its times say nothing about a GPU.")
+        console.print(
+            "No GPU here: running the pipeline under Triton's interpreter. Its times say nothing about a GPU."
+        )
         os.environ["TRITON_INTERPRET"] = "1"
 
 
@@ -122,17 +124,19 @@ def _resolver(folder: Path | None) -> Resolver:
 
 
 def _keys(options: argparse.Namespace) -> list[TuningKey]:
-    from tunedqk.pretune import QUICK
-
-    chosen = (options.head_dims, options.dtypes, options.rows, options.seq_lens)
-    if options.quick and not any(chosen):
-        return QUICK
-    head_dims = config.GRID_ALL_HEAD_DIMS if options.all else config.GRID_HEAD_DIMS
-    rows = config.GRID_ALL_ROWS if options.all else config.GRID_ROWS
-    defaults = (head_dims, config.GRID_DTYPES, rows, config.GRID_SEQ_LENS)
+    """The default, quick or whole grid, with what was chosen by hand in its place."""
     if options.quick:
-        defaults = ((128,), ("bfloat16",), (1, 4), (4096, 32768))
-    return config.grid(*(given or default for given, default in zip(chosen, defaults, strict=True)))
+        defaults = config.QUICK_GRID
+    elif options.all:
+        defaults = config.WHOLE_GRID
+    else:
+        defaults = config.DEFAULT_GRID
+    return config.grid(
+        head_dims=options.head_dims or defaults.head_dims,
+        dtypes=options.dtypes or defaults.dtypes,
+        rows=options.rows or defaults.rows,
+        seq_lens=options.seq_lens or defaults.seq_lens,
+    )
 
 
 def _pretune(options: argparse.Namespace) -> int:
@@ -144,7 +148,9 @@ def _pretune(options: argparse.Namespace) -> int:
     resolver = _resolver(options.out)
     keys = _keys(options)
     todo = keys if options.force else pretune.missing(keys, resolver)
-    console.print(f"{resolver.gpu.name}: {len(todo)} of {len(keys)} keys to tune, into {resolver.db.path}", soft_wrap=True)
+    console.print(
+        f"{resolver.gpu.name}: {len(todo)} of {len(keys)} keys to tune, into {resolver.db.path}", soft_wrap=True
+    )
     if options.dry_run:
         for key in todo:
             console.print(f"  {key}: {pretune.config_count([key], resolver)} configs")
@@ -158,14 +164,12 @@ def _pretune(options: argparse.Namespace) -> int:
     return 1 if any(outcome.entry is None for outcome in outcomes) else 0
 
 
-def _run_with_progress(console: Console, pretuner: object, keys: list[TuningKey]) -> list[Outcome]:
+def _run_with_progress(console: Console, pretuner: Pretuner, keys: list[TuningKey]) -> list[Outcome]:
     """A bar with the time left on a terminal, a line per key elsewhere."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from tunedqk.pretune import Pretuner
     from tunedqk.report import outcome_line
 
-    assert isinstance(pretuner, Pretuner)
     if not console.is_terminal:
         return pretuner.run(keys, lambda outcome: console.print(outcome_line(outcome), soft_wrap=True))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

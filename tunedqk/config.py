@@ -19,6 +19,8 @@ ELEMENT_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 LOAD_HINTS = ("", "evict_first")
 STORE_HINTS = ("", "evict_last")
+# Which of these wins changes with the size: the hints decide how much of the output stays in L2.
+HINTS = (("", ""), ("evict_first", ""), ("evict_first", "evict_last"))
 
 
 def next_power_of_2(n: int) -> int:
@@ -137,7 +139,7 @@ def blocking(head_dim: int, dtype: str, group: int) -> Blocking:
 
 
 def shared_memory_bytes(config: KernelConfig, blocks: Blocking, dtype: str) -> int:
-    """Shared memory that the kernel needs at least; an estimate from below, used to skip candidates before compiling."""
+    """Shared memory that the kernel needs at least, about: to skip candidates before compiling."""
     if not blocks.dot:
         return 0
     tiles = config.num_stages if config.TILE_SIZE < config.CHUNK_SIZE else 1
@@ -164,11 +166,10 @@ def _dot_space(dtype: str, head_dim: int) -> Iterator[tuple[int, int, int, int]]
         for chunk, warps in itertools.product((tile, 2 * tile, 4 * tile), (2, 4)):
             yield from ((chunk, tile, stages, warps) for stages in ((1,) if chunk == tile else (1, 2)))
         return
-    yield from ((tile, tile, 1, warps) for warps in (2, 4))
-    yield from ((2 * tile, tile, stages, 4) for stages in (2, 3, 4))
+    yield from ((chunk, chunk, 1, warps) for chunk, warps in ((tile, 4), (2 * tile, 8)))
+    yield from ((2 * tile, tile, stages, 4) for stages in (2, 3))
     yield from ((4 * tile, tile, stages, 4) for stages in (3, 4))
-    yield from ((2 * tile, 2 * tile, 1, warps) for warps in (4, 8))
-    yield from ((4 * tile, 2 * tile, stages, warps) for stages, warps in itertools.product((2, 3), (4, 8)))
+    yield from ((4 * tile, 2 * tile, 2, warps) for warps in (4, 8))
     yield from ((8 * tile, 2 * tile, 3, warps) for warps in (4, 8))
 
 
@@ -179,19 +180,14 @@ def search_space(key: TuningKey, *, interpreted: bool = False) -> list[KernelCon
     """
     blocks = blocking(key.head_dim, key.dtype, key.rows)
     size = ELEMENT_SIZE[key.dtype]
-    if blocks.dot:
-        points = list(_dot_space(key.dtype, key.head_dim))
-        hints = [("", ""), ("evict_first", "evict_last")]
-    else:
-        points = list(_sum_space(blocks.elements * size))
-        hints = [("", ""), ("evict_first", ""), ("evict_first", "evict_last")]
+    points = list(_dot_space(key.dtype, key.head_dim) if blocks.dot else _sum_space(blocks.elements * size))
     if interpreted:
         programs = dict.fromkeys((chunk, tile) for chunk, tile, _, _ in points)
         return [KernelConfig(chunk, tile, num_warps=4) for chunk, tile in list(programs)[:4]]
     return [
         KernelConfig(chunk, tile, warps, stages, load, store)
         for chunk, tile, stages, warps in points
-        for load, store in hints
+        for load, store in HINTS
     ]
 
 
@@ -208,21 +204,27 @@ def default_config(key: TuningKey, *, interpreted: bool = False) -> KernelConfig
     return min(modest, key=lambda c: (abs(c.CHUNK_SIZE * blocks.elements - 8192), c))
 
 
-GRID_HEAD_DIMS = (128, 64, 80, 96, 256)
-GRID_DTYPES = ("bfloat16", "float16", "float32")
-GRID_ROWS = (1, 4, 8, 16)
-GRID_ALL_HEAD_DIMS = (*GRID_HEAD_DIMS, 32, 48, 112, 160, 192, 512, 576)
-GRID_ALL_ROWS = (*GRID_ROWS, 2, 32, 64, 128)
-GRID_SEQ_LENS = tuple(512 << step for step in range(9))  # 512 to 131072
+class Grid(NamedTuple):
+    """The values of each field of the keys to tune, the most useful first."""
+
+    head_dims: tuple[int, ...] = (128, 64, 80, 96, 256)
+    dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
+    rows: tuple[int, ...] = (1, 4, 8, 16)
+    seq_lens: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+
+DEFAULT_GRID = Grid()
+QUICK_GRID = Grid(head_dims=(128,), dtypes=("bfloat16",), rows=(1, 4), seq_lens=(4096, 32768))
+WHOLE_GRID = Grid(head_dims=(128, 64, 80, 96, 256, 32, 48, 112, 160, 192, 512, 576), rows=(1, 4, 8, 16, 2, 32, 64, 128))
 
 
 def grid(
-    head_dims: Iterable[int] = GRID_HEAD_DIMS,
-    dtypes: Iterable[str] = GRID_DTYPES,
-    rows: Iterable[int] = GRID_ROWS,
-    seq_lens: Iterable[int] = GRID_SEQ_LENS,
+    head_dims: Iterable[int] = DEFAULT_GRID.head_dims,
+    dtypes: Iterable[str] = DEFAULT_GRID.dtypes,
+    rows: Iterable[int] = DEFAULT_GRID.rows,
+    seq_lens: Iterable[int] = DEFAULT_GRID.seq_lens,
 ) -> list[TuningKey]:
-    """The keys to tune, in the order given, so the most useful come first; all lengths of a shape share its binaries."""
+    """The keys of a grid, in the order to tune them: the lengths of a shape, which share its binaries, in a row."""
     keys = (
         tuning_key(seq_len, head_dim, dtype, row)
         for dtype, head_dim, row, seq_len in itertools.product(dtypes, head_dims, rows, seq_lens)

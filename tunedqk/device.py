@@ -67,10 +67,8 @@ def gpu_identity(index: int) -> GpuIdentity:
     import torch
 
     properties = torch.cuda.get_device_properties(index)
-    if torch.version.hip:
-        arch = properties.gcnArchName.split(":")[0]
-    else:
-        arch = f"sm_{properties.major}{properties.minor}"
+    nvidia = f"sm_{properties.major}{properties.minor}"
+    arch = properties.gcnArchName.split(":")[0] if torch.version.hip else nvidia
     return GpuIdentity(
         name=properties.name,
         arch=arch,

@@ -6,27 +6,23 @@ size, warps and L2 hints.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 
-from tunedqk.config import next_power_of_2
+from tunedqk.config import HINTS, next_power_of_2
 from tunedqk.kernels.plain import read_kernel, read_write_kernel
 from tunedqk.timing import Replay, interleave
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 BLOCKS = (2048, 4096, 8192)  # 4-byte words: 8 to 32 KiB a program
 WARPS = (4, 8)
-HINTS = (("", ""), ("evict_first", ""), ("evict_first", "evict_last"))
-
-
-class Floor(NamedTuple):
-    """Microseconds of the fastest plain kernel of each kind."""
-
-    read_us: float
-    read_write_us: float
 
 
 class _Member(NamedTuple):
@@ -57,31 +53,35 @@ class _Member(NamedTuple):
         self.kernel[(programs,)](*args, **meta)
 
 
-def measure_floor(
-    sources: list[torch.Tensor], outputs: list[torch.Tensor], *, passes: int = 1, rounds: int = 5
-) -> Floor:
-    """Time the plain kernels in turns, each over all sets, `passes` times a replay.
+def read_floor_us(sources: Sequence[torch.Tensor], *, passes: int = 1, rounds: int = 5) -> float:
+    """Microseconds in which the fastest plain kernel reads a source."""
+    sink = torch.empty(1, dtype=torch.float32, device=sources[0].device)
+    return _fastest(read_kernel, [(_words(source), sink) for source in sources], passes, rounds)
 
-    sources, outputs: contiguous tensors of a multiple of 4 bytes, one of each per set.
+
+def read_write_floor_us(
+    sources: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], *, passes: int = 1, rounds: int = 5
+) -> float:
+    """Microseconds in which the fastest plain kernel reads a source and writes an output.
+
+    sources, outputs: contiguous tensors of a multiple of 4 bytes, one of each per launch; a replay goes through all of
+    them `passes` times.
     """
-    sets = [
-        (source.flatten().view(torch.float32), out.flatten().view(torch.float32))
-        for source, out in zip(sources, outputs, strict=True)
-    ]
+    pairs = [(_words(source), _words(out)) for source, out in zip(sources, outputs, strict=True)]
+    return _fastest(read_write_kernel, pairs, passes, rounds)
+
+
+def _words(x: torch.Tensor) -> torch.Tensor:
+    return x.flatten().view(torch.float32)
+
+
+def _fastest(kernel: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]], passes: int, rounds: int) -> float:
     members = [
         _Member(kernel, block, warps, hints)
-        for kernel, block, warps, hints in itertools.product((read_kernel, read_write_kernel), BLOCKS, WARPS, HINTS)
+        for block, warps, hints in itertools.product(BLOCKS, WARPS, HINTS)
         if not (kernel is read_kernel and hints[1])
     ]
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda member: member.compile(*sets[0]), members))
-    replays = [
-        Replay([lambda m=member, pair=pair: m.launch(*pair) for pair in sets] * passes)  # type: ignore[misc]
-        for member in members
-    ]
-    medians = [sample.median for sample in interleave(replays, rounds)]
-
-    def best(kernel: Any) -> float:
-        return min(median for member, median in zip(members, medians, strict=True) if member.kernel is kernel)
-
-    return Floor(best(read_kernel), best(read_write_kernel))
+        list(pool.map(lambda member: member.compile(*pairs[0]), members))
+    replays = [Replay([functools.partial(member.launch, *pair) for pair in pairs] * passes) for member in members]
+    return min(sample.median for sample in interleave(replays, rounds))

@@ -43,8 +43,8 @@ class Inputs:
         q, k = _surrounded_copy(self.q[:, :q_heads]), _surrounded_copy(self.k[:, :, :kv_heads])
         k[:, seq_len:] = math.nan
         pristine = (_memory(q).clone(), _memory(k).clone())
-        parts = (x[:, :q_heads, :seq_len] for x in (self.reference, self.magnitude, self.exact))
-        return Inputs(q, k[:, :seq_len], *parts, self.scale, pristine)
+        reference, magnitude, exact = (x[:, :q_heads, :seq_len] for x in (self.reference, self.magnitude, self.exact))
+        return Inputs(q, k[:, :seq_len], reference, magnitude, exact, self.scale, pristine)
 
     def changed(self) -> torch.Tensor:
         """Whether q's or k's memory, or what surrounds it, is no longer what it was."""
@@ -60,7 +60,7 @@ def _memory(x: torch.Tensor) -> torch.Tensor:
 
 def _surrounded(shape: torch.Size, like: torch.Tensor) -> torch.Tensor:
     """A tensor with NaN before, behind and between its rows, and the alignment of `like`."""
-    *outer, heads, head_dim = shape
+    *outer, heads, _ = shape
     row = like.stride(-2)
     padded = torch.full(
         (math.prod(outer) * (heads + 1) * row + 2 * ALIGNMENT,), math.nan, dtype=like.dtype, device=like.device
@@ -91,7 +91,9 @@ def judging_inputs(device: torch.device, variant: Variant, seq_len: int) -> list
     """
     if device.type == "cuda":
         return [_make(device, variant, seq_len, batch=4, kv_heads=3, families=FAMILIES)]
-    return [_make(device, variant, seq_len, batch=1, kv_heads=2, families=pair) for pair in (FAMILIES[:2], FAMILIES[2:])]
+    return [
+        _make(device, variant, seq_len, batch=1, kv_heads=2, families=pair) for pair in (FAMILIES[:2], FAMILIES[2:])
+    ]
 
 
 def long_inputs(device: torch.device, variant: Variant, seq_len: int) -> Inputs:
@@ -134,9 +136,7 @@ def _largest(variant: Variant) -> int:
     return min(255, math.isqrt(2**23 // variant.head_dim))
 
 
-def _integer_family(
-    generator: torch.Generator, variant: Variant, seq_len: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _integer_family(generator: torch.Generator, variant: Variant, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Products of 14 bits and more: rounded to fp16, bf16 or TF32 they change, in fp32 they and their sums do not."""
     q_shape, k_shape = (variant.group, variant.head_dim), (seq_len, variant.head_dim)
     if variant.dtype != torch.float32:
@@ -166,9 +166,7 @@ def _one_hot_family(generator: torch.Generator, variant: Variant, seq_len: int) 
     return q, ((positions[:, None] * 31 + columns[None, :] * 17) % 251 - 125).float()
 
 
-def _cancelling_family(
-    generator: torch.Generator, variant: Variant, seq_len: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _cancelling_family(generator: torch.Generator, variant: Variant, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Large products that cancel in threes, x*a - x*b - x*(a-b), and leave a small number that tells the position.
 
     For fp16 the first three exceed 65504, the largest fp16. The result is exact in every output dtype, so that a

@@ -181,7 +181,7 @@ class CompiledBinary(Binary):
         programs = self.programs(q.shape[0], sizes)
         if not programs:
             return
-        stream = torch._C._cuda_getCurrentRawStream(q.device.index)
+        stream = torch._C._cuda_getCurrentRawStream(q.device.index)  # noqa: SLF001  the public way makes an object
         hooks = knobs.runtime
         self._run(
             programs, 1, 1, stream, *self._fixed, None, hooks.launch_enter_hook, hooks.launch_exit_hook,

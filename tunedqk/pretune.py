@@ -7,21 +7,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tunedqk.config import TuningKey, grid
 from tunedqk.device import interpreting
 from tunedqk.errors import NoAcceptedConfigError, RejectedConfigError, TuningDeclinedError
-from tunedqk.floor import measure_floor
+from tunedqk.floor import read_write_floor_us
 from tunedqk.tune import candidates, tune, tuned_variant
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from tunedqk.config import TuningKey
     from tunedqk.records import Entry
     from tunedqk.resolve import Resolver
     from tunedqk.workload import TimedShape
-
-QUICK = grid(head_dims=(128,), dtypes=("bfloat16",), rows=(1, 4), seq_lens=(4096, 32768))
-"""The keys of `pretune --quick`."""
 
 
 class Outcome(NamedTuple):
@@ -96,5 +93,5 @@ class Pretuner:
         """Microseconds at the read+write floor; shapes that move the same bytes share it."""
         moved = (shape.k[0].nbytes, shape.out[0].nbytes)
         if moved not in self._floors:
-            self._floors[moved] = measure_floor(shape.k, shape.out, passes=shape.passes).read_write_us
+            self._floors[moved] = read_write_floor_us(shape.k, shape.out, passes=shape.passes, rounds=3)
         return self._floors[moved]

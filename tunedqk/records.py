@@ -16,16 +16,18 @@ SCHEMA: Literal[1] = 1
 
 
 class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One timed problem size. floor_share: time at the memory floor over measured time."""
+    """One timed problem size."""
 
     batch: int
     kv_heads: int
     median_us: float
-    floor_share: float | None = None
 
 
 class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How fast a winner was. worst_slowdown: over `shapes`, against the best candidate of each; bytes: moved a call."""
+    """How fast a winner was at the last of `shapes`. worst_slowdown: over all of them, against the best of each.
+
+    bytes: what a call has to move; floor_share: time at the read+write floor over the median.
+    """
 
     median_us: float
     p20_us: float

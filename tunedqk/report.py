@@ -62,5 +62,7 @@ def summary(outcomes: list[Outcome]) -> str:
     if not tuned and not failed:
         return f"Nothing to do: all {len(outcomes)} keys have a winner with a receipt."
     kept = len(outcomes) - len(tuned) - len(failed)
-    text = f"{len(tuned)} keys tuned in {sum(o.seconds for o in tuned):.0f} s, {kept} had a winner, {len(failed)} failed."
+    text = (
+        f"{len(tuned)} keys tuned in {sum(o.seconds for o in tuned):.0f} s, {kept} had a winner, {len(failed)} failed."
+    )
     return text + (f" Rejected candidates: {verdicts(rejected)}." if rejected else " No candidate was rejected.")

@@ -9,8 +9,6 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-import torch
-
 from tunedqk.accept import Door
 from tunedqk.config import KernelConfig, TuningKey, default_config
 from tunedqk.db import TuningDB
@@ -20,6 +18,8 @@ from tunedqk.tune import tune
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import torch
 
     from tunedqk.launch import Binary, Variant
 

@@ -1,6 +1,6 @@
 """Decode-time attention scores of a KV cache: `qk_score`.
 
-    out[b, h, l] = scale * sum_d q[b, h, d] * k[b, l, h // group, d],    group = q_heads // kv_heads
+out[b, h, l] = scale * sum_d q[b, h, d] * k[b, l, h // group, d],    group = q_heads // kv_heads
 """
 
 from __future__ import annotations
@@ -77,10 +77,8 @@ def qk_score(
         return out
     if q.is_cuda or interpreting():
         _score_by_kernel(q, k, out, factor, fill, layout, sizes, config)
-    elif q.device.type == "cpu":
-        _score_by_torch(q, k, out, factor, fill, layout, sizes)
     else:
-        raise ValueError(f"q: expected a CUDA or CPU device, got {q.device}")
+        _score_by_torch(q, k, out, factor, fill, layout, sizes)
     return out
 
 
@@ -146,4 +144,4 @@ def _score_by_torch(
         scores = rows[b].double() @ keys[b].double().transpose(1, 2)  # [kv_heads, group, seq_len]
         out[b, :, : sizes.seq_len] = scores.mul_(scale).flatten(0, 1).to(out.dtype)
     if fill is not None:
-        out[:, :, sizes.seq_len :] = fill
+        out[:, :, sizes.seq_len :] = torch.tensor(fill, dtype=torch.float64).to(out.dtype)  # overflows to inf

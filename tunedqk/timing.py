@@ -62,7 +62,8 @@ class Replay:
     def elapsed(self) -> float:
         """Microseconds a launch took in the last replay; waits for it."""
         self._end.synchronize()
-        return self._start.elapsed_time(self._end) * 1000.0 / self.launches
+        milliseconds: float = self._start.elapsed_time(self._end)
+        return milliseconds * 1000.0 / self.launches
 
 
 def interleave(replays: Sequence[Replay], rounds: int, warmup: int = 2) -> list[Sample]:
@@ -96,7 +97,9 @@ class ScreenTimer:
             call()
             return summarise([(time.perf_counter() - start) * 1e6])
         call()
-        pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(self._runs)]
+        pairs = [
+            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(self._runs)
+        ]
         for start_event, end_event in pairs:
             self._flush.max()
             start_event.record()

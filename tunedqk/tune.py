@@ -17,11 +17,11 @@ import triton
 
 from tunedqk.accept import now
 from tunedqk.config import KernelConfig, TuningKey, fits_shared_memory, search_space
-from tunedqk.records import Entry, Shape, Timing
 from tunedqk.device import interpreting, toolchain
 from tunedqk.errors import NoAcceptedConfigError, RejectedConfigError
 from tunedqk.kernels.vectorized import qk_score_kernel
 from tunedqk.launch import TORCH_DTYPES, Binary, Variant, geometry, shape_constexprs
+from tunedqk.records import Entry, Shape, Timing
 from tunedqk.timing import Sample, ScreenTimer, interleave
 from tunedqk.workload import TimedShape, Workload
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from tunedqk.accept import Door
 
-FINALISTS = 8
-ROUNDS = 7
+FINALISTS = 6
+ROUNDS = 5
 TIE = 1.005  # within this of the best, the incumbent stays
 
 
@@ -45,7 +45,7 @@ def candidates(key: TuningKey, device: torch.device) -> list[KernelConfig]:
     """The search space of a key, less what cannot fit this GPU's shared memory."""
     if interpreting():
         return search_space(key, interpreted=True)
-    limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    limit: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
     return [config for config in search_space(key) if fits_shared_memory(config, key, limit)]
 
 
@@ -139,9 +139,8 @@ class _Screening:
         with ThreadPoolExecutor(workers) as pool:
             built = list(pool.map(lambda config: self.door.build(self.variant, config), configs))
         capacity = max(config.CHUNK_SIZE for config in configs)
-        for config, (binary, verdict) in zip(configs, built, strict=True):
-            if binary is not None:
-                verdict = self.door.screen(binary, self.key.seq_len, capacity)
+        for config, (binary, compiled) in zip(configs, built, strict=True):
+            verdict = compiled if binary is None else self.door.screen(binary, self.key.seq_len, capacity)
             if binary is not None and verdict.correct:
                 self.accepted[config] = binary
             else:
@@ -151,7 +150,9 @@ class _Screening:
 
     def fastest(self, incumbent: KernelConfig | None) -> dict[KernelConfig, Binary]:
         """The finalists: the fastest of the screening, and the incumbent. A config that was not timed goes first."""
-        ranked = sorted(self.accepted, key=lambda config: self.samples[config].median if config in self.samples else 0.0)
+        ranked = sorted(
+            self.accepted, key=lambda config: self.samples[config].median if config in self.samples else 0.0
+        )
         chosen = ranked[:FINALISTS] + [config for config in ranked[FINALISTS:] if config == incumbent]
         return {config: self.accepted[config] for config in chosen}
 
@@ -178,25 +179,23 @@ def _screened(screening: _Screening, finalists: Iterable[KernelConfig]) -> _Samp
 def _timings(
     samples: _Samples, shapes: list[TimedShape], floor_us: Callable[[TimedShape], float] | None
 ) -> dict[KernelConfig, Timing]:
-    best = [min(per_shape[i].median for per_shape in samples.values()) for i in range(len(next(iter(samples.values()))))]
-    floors = [floor_us(shape) if floor_us else None for shape in shapes]
-
-    def share(floor: float | None, median: float) -> float | None:
-        return None if floor is None else round(floor / median, 4)
-
+    """Each config's record: the times of the largest shape, and the worst slowdown over all of them."""
+    bests = [min(sample.median for sample in of_shape) for of_shape in zip(*samples.values(), strict=True)]
+    floor = floor_us(shapes[-1]) if floor_us else None
     timings = {}
-    for config, per_shape in samples.items():
-        largest = per_shape[-1]
+    for config, of_config in samples.items():
+        largest = of_config[-1]
+        slowdowns = [sample.median / best if best else 1.0 for sample, best in zip(of_config, bests, strict=True)]
         timings[config] = Timing(
             median_us=round(largest.median, 3),
             p20_us=round(largest.p20, 3),
             p80_us=round(largest.p80, 3),
             bytes=shapes[-1].bytes,
-            floor_share=share(floors[-1], largest.median),
-            worst_slowdown=round(max(s.median / b if b else 1.0 for s, b in zip(per_shape, best, strict=True)), 4),
+            floor_share=None if floor is None else round(floor / largest.median, 4),
+            worst_slowdown=round(max(slowdowns), 4),
             shapes=tuple(
-                Shape(shape.batch, shape.kv_heads, round(sample.median, 3), share(floor, sample.median))
-                for shape, sample, floor in zip(shapes, per_shape, floors, strict=True)
+                Shape(shape.batch, shape.kv_heads, round(sample.median, 3))
+                for shape, sample in zip(shapes, of_config, strict=True)
             ),
         )
     return timings

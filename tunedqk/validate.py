@@ -1,6 +1,6 @@
 """One binary against the loop kernel -> a verdict. The only home of tolerances.
 
-With fp32 output a result may be off by `2 * gamma(head_dim + 2) * |scale| * sum|q||k|`, where gamma(n) = n u / (1 - n u)
+With fp32 output a result may be off by 2 * gamma(head_dim + 2) * |scale| * sum|q||k|, where gamma(n) = n u / (1 - n u)
 and u = 2^-24: twice what n rounded additions and multiplications can cost (Higham, Accuracy and Stability of Numerical
 Algorithms, 3.1). A 16-bit output adds its own one rounding. Where inputs are integers whose products and partial sums
 are all exact in fp32, and in nothing shorter, the result must be equal to the bit.

@@ -16,7 +16,8 @@ import triton.language as tl
     "stride_ob", "stride_oh", "stride_ol",
 ))  # fmt: skip
 def qk_score_loop_kernel(
-    q_ptr, k_ptr, out_ptr, magnitude_ptr, scale, elements: tl.int64, seq_len: tl.int64, q_heads: tl.int64, group: tl.int64,
+    q_ptr, k_ptr, out_ptr, magnitude_ptr, scale,
+    elements: tl.int64, seq_len: tl.int64, q_heads: tl.int64, group: tl.int64,
     stride_qb: tl.int64, stride_qh: tl.int64,
     stride_kb: tl.int64, stride_kl: tl.int64, stride_kh: tl.int64,
     stride_ob: tl.int64, stride_oh: tl.int64, stride_ol: tl.int64,

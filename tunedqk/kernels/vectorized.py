@@ -68,15 +68,16 @@ def _to_output(scores, fill, valid, element_ty: tl.constexpr, ROUND_BY_HAND: tl.
         # The interpreter truncates fp32 to bf16. Round to nearest even on the bits, so that nothing is left to cut.
         bits = scores.to(tl.int32, bitcast=True)
         nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
-        scores = tl.where(scores == scores, nearest, scores)
+        scores = tl.where(scores == scores, nearest, scores)  # noqa: PLR0124  a NaN stays one
     return scores.to(element_ty)
 
 
 @triton.jit
 def _scores_by_sum(
-    q_base, k_base, out_base, scale, fill, left, out_left, rows_left, stride_qh, stride_kl, stride_oh, stride_ol,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr, ROWS: tl.constexpr, ROUND_BY_HAND: tl.constexpr,
-    CHUNK_SIZE: tl.constexpr, TILE_SIZE: tl.constexpr, STAGES: tl.constexpr,
+    q_base, k_base, out_base, scale, fill, left, out_left, rows_left,
+    stride_qh, stride_kl, stride_oh, stride_ol,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr, ROWS: tl.constexpr,
+    ROUND_BY_HAND: tl.constexpr, CHUNK_SIZE: tl.constexpr, TILE_SIZE: tl.constexpr, STAGES: tl.constexpr,
     LOAD_HINT: tl.constexpr, STORE_HINT: tl.constexpr,
 ):  # fmt: skip
     """One multiply-and-sum over head_dim per query row, on a tile of keys that stays in registers."""
@@ -100,10 +101,11 @@ def _scores_by_sum(
 
 @triton.jit
 def _scores_by_dot(
-    q_base, k_base, out_base, scale, fill, left, out_left, rows_left, stride_qh, stride_kl, stride_oh, stride_ol,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr, ROWS: tl.constexpr, ROUND_BY_HAND: tl.constexpr,
-    DOT_DTYPE: tl.constexpr, CHUNK_SIZE: tl.constexpr, TILE_SIZE: tl.constexpr, STAGES: tl.constexpr,
-    LOAD_HINT: tl.constexpr, STORE_HINT: tl.constexpr,
+    q_base, k_base, out_base, scale, fill, left, out_left, rows_left,
+    stride_qh, stride_kl, stride_oh, stride_ol,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr, ROWS: tl.constexpr,
+    ROUND_BY_HAND: tl.constexpr, DOT_DTYPE: tl.constexpr, CHUNK_SIZE: tl.constexpr, TILE_SIZE: tl.constexpr,
+    STAGES: tl.constexpr, LOAD_HINT: tl.constexpr, STORE_HINT: tl.constexpr,
 ):  # fmt: skip
     """All query rows at once on the matrix units: keys are the M operand, the rows are columns."""
     offs_d = tl.arange(0, BLOCK_D)
