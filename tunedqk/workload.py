@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 KV_HEADS = 8
 # batch * kv_heads of a single request, of small and of large batches; which of them fit depends on the bucket.
 BATCHES = (1, 8, 64)
-MEMORY_LIMIT = 1 << 30  # bytes of keys
+MEMORY_LIMIT = 1 << 30  # bytes of keys, for all sets of a shape
 MEMORY_SHARE = 0.4  # of what is free
 REPLAY_US = 400.0  # a replay is made about this long, so that its events' own cost vanishes
 ASSUMED_BANDWIDTH = 3e6  # bytes a microsecond, to size a replay
@@ -65,9 +65,14 @@ class Workload:
     """The timed shapes of one variant at one bucket; all of them are views of one pool of random keys."""
 
     def __init__(
-        self, device: torch.device, variant: Variant, seq_len: int, batches: tuple[int, ...] = BATCHES
+        self,
+        device: torch.device,
+        variant: Variant,
+        seq_len: int,
+        batches: tuple[int, ...] = BATCHES,
+        limit: int = MEMORY_LIMIT,
     ) -> None:
-        """TuningDeclinedError when not even the smallest batch fits into the free memory."""
+        """Batches that do not fit are left out; TuningDeclinedError when not even the smallest fits what is free."""
         self.device = device
         self.variant = variant
         self.seq_len, self.kv_heads = seq_len, KV_HEADS
@@ -77,7 +82,7 @@ class Workload:
         row = self.kv_heads * self.seq_len * variant.head_dim * variant.dtype.itemsize
         if device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
-            limit = min(MEMORY_LIMIT, int(free * MEMORY_SHARE))
+            limit = min(limit, int(free * MEMORY_SHARE))
             batches = tuple(batch for batch in batches if batch * row <= limit)
             if not batches:
                 raise TuningDeclinedError(

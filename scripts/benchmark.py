@@ -1,0 +1,226 @@
+#!/usr/bin/env python3
+"""Measure tunedqk on this GPU, side by side with the memory floor and with torch, in one run.
+
+Three tables: share of the memory floor and time of torch's ways over ours (graph replay over rotated inputs and
+outputs, competitors in turns); the time to tune one key cold against triton.autotune over the same candidates; and the
+host's time for a call against torch.matmul. Everything is also written as JSON.
+
+    python scripts/benchmark.py --out benchmark.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+import triton
+from rich.console import Console
+from rich.table import Table
+
+from tunedqk.accept import Door
+from tunedqk.config import TuningKey, tuning_key
+from tunedqk.db import TuningDB
+from tunedqk.device import gpu_identity, toolchain
+from tunedqk.floor import read_floor_us, read_write_floor_us
+from tunedqk.kernels.vectorized import qk_score_kernel
+from tunedqk.launch import TORCH_DTYPES, Variant, geometry, shape_constexprs
+from tunedqk.score import qk_score
+from tunedqk.timing import Replay, interleave, summarise
+from tunedqk.tune import candidates, triton_config, tune, tuned_variant
+from tunedqk.workload import Workload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+KV_HEADS = 8
+# dtype, head_dim, rows, batch, seq_len; K is batch * seq_len * 8 heads * head_dim
+SHAPES = (
+    ("bfloat16", 128, 1, 8, 16384),
+    ("bfloat16", 128, 1, 32, 8192),
+    ("bfloat16", 128, 1, 64, 8192),
+    ("bfloat16", 128, 4, 16, 8192),
+    ("bfloat16", 128, 4, 32, 8192),
+    ("bfloat16", 128, 4, 8, 32768),
+    ("bfloat16", 128, 4, 64, 8001),
+    ("bfloat16", 128, 8, 16, 8192),
+    ("bfloat16", 128, 8, 32, 8192),
+    ("bfloat16", 128, 8, 64, 8001),
+    ("bfloat16", 128, 16, 32, 8192),
+    ("bfloat16", 64, 1, 64, 8192),
+    ("bfloat16", 80, 1, 64, 8192),
+    ("bfloat16", 256, 1, 16, 8192),
+    ("float32", 128, 1, 16, 8192),
+    ("float32", 128, 4, 16, 8192),
+    ("float32", 128, 8, 16, 8192),
+    ("bfloat16", 128, 1, 1, 4096),
+    ("bfloat16", 128, 1, 1, 16384),
+    ("bfloat16", 128, 4, 1, 32768),
+)
+ROUNDS = 9
+TUNED_KEY = tuning_key(4096, 128, "bfloat16", 4)
+HOST_CALLS = 2000
+
+
+def measure_shape(dtype: str, head_dim: int, rows: int, batch: int, seq_len: int) -> dict[str, Any]:
+    """One row of the first table."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch_dtype = TORCH_DTYPES[dtype]
+    variant = Variant(head_dim, rows, torch_dtype, torch_dtype, aligned=True)
+    shape = Workload(device, variant, seq_len, batches=(batch,), limit=4 << 30).shapes[0]
+    sets = list(zip(shape.q, shape.k, shape.out, strict=True))
+    ours = [functools.partial(qk_score, q, k, out=out) for q, k, out in sets]
+    ours[0]()  # find the config before the capture
+    replays = {
+        "tunedqk": Replay(ours * shape.passes),
+        # The fair ways: no copy of the cache. K as [B, L, H, D], and the same numbers stored as [B, H, L, D].
+        "bmm": Replay([functools.partial(bmm_per_request, q, k) for q, k, _ in sets] * shape.passes),
+        "matmul": Replay([functools.partial(matmul_hnd, q, k) for q, k, _ in sets] * shape.passes),
+    }
+    samples = dict(zip(replays, interleave(list(replays.values()), ROUNDS), strict=True))
+    read = read_floor_us(shape.k, passes=shape.passes, rounds=ROUNDS)
+    both = read_write_floor_us(shape.k, shape.out, passes=shape.passes, rounds=ROUNDS)
+    our = samples["tunedqk"]
+    return {
+        "dtype": dtype, "head_dim": head_dim, "rows": rows, "batch": batch, "kv_heads": KV_HEADS, "seq_len": seq_len,
+        "key_bytes": shape.k[0].nbytes, "us": our.median, "p20_us": our.p20, "p80_us": our.p80,
+        "read_floor_us": read, "read_write_floor_us": both,
+        "of_read": read / our.median, "of_read_write": both / our.median,
+        "bmm_over_ours": samples["bmm"].median / our.median, "matmul_over_ours": samples["matmul"].median / our.median,
+    }  # fmt: skip
+
+
+def bmm_per_request(q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
+    """Scores of a [B, L, H, D] cache without copying it: one torch.bmm per request."""
+    rows = q.unflatten(1, (k.shape[2], -1))
+    return [torch.bmm(rows[b], k[b].permute(1, 2, 0)) for b in range(k.shape[0])]
+
+
+def matmul_hnd(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Scores of a [B, H, L, D] cache: k's memory, read as that layout."""
+    batch, seq_len, kv_heads, head_dim = k.shape
+    return torch.matmul(q.unflatten(1, (kv_heads, -1)), k.view(batch, kv_heads, seq_len, head_dim).transpose(-1, -2))
+
+
+def measure_tuning() -> dict[str, Any]:
+    """Seconds to tune one key cold, each side in a process of its own with empty caches."""
+    seconds = {}
+    for side in ("ours", "triton"):
+        with tempfile.TemporaryDirectory() as folder:
+            environment = os.environ | {"TRITON_CACHE_DIR": f"{folder}/triton", "TUNEDQK_CACHE_DIR": f"{folder}/db"}
+            command = [sys.executable, __file__, "--tune-one", side]
+            result = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)  # noqa: S603
+            seconds[side] = json.loads(result.stdout)
+    return {"key": str(TUNED_KEY), **seconds, "ratio": seconds["ours"]["seconds"] / seconds["triton"]["seconds"]}
+
+
+def tune_one(side: str, key: TuningKey) -> dict[str, Any]:
+    """Tune one key in this process, by tunedqk or by triton.autotune alone over the same candidates."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.zeros(1, device=device)
+    configs = candidates(key, device)
+    start = time.perf_counter()
+    if side == "ours":
+        with tempfile.TemporaryDirectory() as folder:
+            entry = tune(key, Door(device, TuningDB(gpu_identity(device.index), Path(folder), others=[])))
+        config = str(entry.config)
+    else:
+        variant = tuned_variant(key)
+        shape = Workload(device, variant, key.seq_len).screening
+        q, k, out = shape.q[0], shape.k[0], shape.out[0]
+        tuned = triton.autotune([triton_config(c) for c in configs], key=["seq_len", "HEAD_DIM"])(qk_score_kernel)
+        sizes = geometry(q, k, out, "NHD", fill_tail=True)
+        programs = shape.batch * shape.kv_heads * variant.row_blocks
+
+        def grid(meta: dict[str, Any]) -> tuple[int]:
+            return (programs * triton.cdiv(key.seq_len, meta["CHUNK_SIZE"]),)
+
+        tuned[grid](q, k, out, 1.0, 0.0, *sizes, **shape_constexprs(variant))
+        torch.cuda.synchronize()
+        config = str(tuned.best_config)
+    return {"seconds": time.perf_counter() - start, "candidates": len(configs), "config": config}
+
+
+def measure_host() -> dict[str, Any]:
+    """Host microseconds a call, at a size that the GPU finishes faster than the host can launch."""
+    q = torch.randn(1, 8, 128, device="cuda", dtype=torch.bfloat16)
+    k = torch.randn(1, 64, 8, 128, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty(1, 8, 64, device="cuda", dtype=torch.bfloat16)
+    calls: dict[str, Callable[[], object]] = {
+        "qk_score": lambda: qk_score(q, k),
+        "qk_score, out given": lambda: qk_score(q, k, out=out),
+        "torch.matmul": lambda: torch.matmul(k.transpose(1, 2), q.unsqueeze(-1)),
+    }
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            for _ in range(50):
+                call()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(HOST_CALLS):
+                call()
+            times[name].append((time.perf_counter() - start) * 1e6 / HOST_CALLS)
+    medians = {name: summarise(values).median for name, values in times.items()}
+    return {"host_us": medians, "ratio": medians["qk_score"] / medians["torch.matmul"]}
+
+
+def show(console: Console, results: dict[str, Any]) -> None:
+    """The tables."""
+    table = Table(title=f"{results['gpu']['name']}, {results['toolchain']}", title_justify="left")
+    for name in ("K", "shape", "us", "of read", "of read+write", "bmm / ours", "matmul HND / ours"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in results["shapes"]:
+        shape = f"{row['dtype']} d{row['head_dim']} rows {row['rows']} batch {row['batch']} len {row['seq_len']}"
+        ratios = (f"{row[name]:.3f}" for name in ("of_read", "of_read_write", "bmm_over_ours", "matmul_over_ours"))
+        table.add_row(f"{row['key_bytes'] / 1e6:.0f} MB", shape, f"{row['us']:.1f}", *ratios)
+    console.print(table)
+    if tuning := results.get("tuning"):
+        ours, theirs = (f"{tuning[side]['seconds']:.2f} s" for side in ("ours", "triton"))
+        console.print(f"tuning {tuning['key']} cold: {ours}, triton.autotune {theirs}: {tuning['ratio']:.3f}")
+    if host := results.get("host"):
+        times = ", ".join(f"{name} {us:.1f} us" for name, us in host["host_us"].items())
+        console.print(f"host time of a call: {times}: {host['ratio']:.2f} of torch.matmul")
+
+
+def main() -> int:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the results there as JSON")
+    parser.add_argument("--only", choices=("shapes", "tuning", "host"), help="run one of the three parts")
+    parser.add_argument("--tune-one", choices=("ours", "triton"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("benchmark.py needs a GPU: nothing was measured.", file=sys.stderr)
+        return 1
+    if options.tune_one:
+        print(json.dumps(tune_one(options.tune_one, TUNED_KEY)))
+        return 0
+    results: dict[str, Any] = {
+        "gpu": msgspec.to_builtins(gpu_identity(torch.cuda.current_device())),
+        "toolchain": msgspec.to_builtins(toolchain()),
+        "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
+        "shapes": [measure_shape(*shape) for shape in SHAPES] if options.only in {None, "shapes"} else [],
+    }
+    if options.only in {None, "tuning"}:
+        results["tuning"] = measure_tuning()
+    if options.only in {None, "host"}:
+        results["host"] = measure_host()
+    show(Console(width=140), results)
+    if options.out:
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
