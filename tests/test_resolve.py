@@ -182,6 +182,18 @@ def test_a_tuning_that_declines_falls_back(device, caplog, monkeypatch):
     assert any("little memory" in warning for warning in warnings_of(caplog))
 
 
+def test_memory_that_runs_out_while_tuning_falls_back(device, few, caplog, monkeypatch):
+    # What is free when tuning starts may be gone when it allocates.
+    def run_out(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(tune, "ScreenTimer", run_out)
+    call(device)
+    assert resolver_of(device).tunings == 0
+    assert winner(device) is None
+    assert any("not tuned" in warning for warning in warnings_of(caplog))
+
+
 @pytest.mark.gpu
 def test_little_free_memory_falls_back(device, caplog, monkeypatch):
     total = torch.cuda.mem_get_info()[1]

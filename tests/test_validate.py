@@ -270,7 +270,7 @@ KEYS = [
     pytest.param(tuning_key(1, 16, "float16", 1), id="fp16"),
     pytest.param(tuning_key(1, 17, "bfloat16", 1), id="bf16, head_dim 17"),
     pytest.param(tuning_key(1, 16, "bfloat16", 4), id="bf16, 4 rows"),
-    pytest.param(tuning_key(1, 288, "bfloat16", 2), id="bf16, 2 rows, head_dim 288"),
+    pytest.param(tuning_key(1, 260, "float32", 1), id="fp32, head_dim 260"),
 ]
 
 
@@ -298,6 +298,7 @@ def test_every_config_of_the_product_is_accepted(device, key):
         pytest.param(variant_of(FP32, FP16), id="fp32 to fp16"),
         pytest.param(variant_of(FP16, FP32, head_dim=1), id="head_dim 1"),
         pytest.param(variant_of(group=5), id="5 rows by sum"),
+        pytest.param(variant_of(BF16, head_dim=288, group=2), id="head_dim 288 by dot"),
         pytest.param(variant_of(group=16), id="fp32 by dot"),
     ],
 )
@@ -341,11 +342,11 @@ def test_a_receipt_is_for_one_binary(make_door):
     door = make_door()
     hashes = {
         door.accept(variant, config, 512).hash
-        for variant in (variant_of(), variant_of(aligned=False), variant_of(FP32, BF16))
+        for variant in (variant_of(), variant_of(aligned=False))
         for config in (SMALL, KernelConfig(32, 32, 4))
     }
     assert {receipt.binary for receipt in door.db.receipts()} == hashes
-    assert len(hashes) == 6
+    assert len(hashes) == 4
 
 
 def test_another_bucket_costs_one_comparison(make_door, monkeypatch):
