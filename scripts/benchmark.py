@@ -34,10 +34,10 @@ from tunedqk.db import TuningDB
 from tunedqk.device import gpu_identity, toolchain
 from tunedqk.floor import read_floor_us, read_write_floor_us
 from tunedqk.kernels.vectorized import qk_score_kernel
-from tunedqk.launch import TORCH_DTYPES, Variant, geometry, shape_constexprs
+from tunedqk.launch import TORCH_DTYPES, Variant, geometry, shape_constexprs, triton_config
 from tunedqk.score import qk_score
 from tunedqk.timing import Replay, interleave, summarise
-from tunedqk.tune import candidates, triton_config, tune, tuned_variant
+from tunedqk.tune import candidates, tune, tuned_variant
 from tunedqk.workload import Workload
 
 if TYPE_CHECKING:

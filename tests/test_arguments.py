@@ -105,7 +105,7 @@ CASES = [
           _set(out_dtype=torch.float16)),
     # Devices.
     _case("k elsewhere", ValueError, "k: expected q's device", "meta", _set(k=lambda c: c.k.to("meta"))),
-    _case("q elsewhere", ValueError, "k: expected q's device meta", "got c", _set(q=lambda c: c.q.to("meta"))),
+    _case("q elsewhere", ValueError, "q: expected a CUDA or CPU device", "meta", _set(q=lambda c: c.q.to("meta"))),
     _case("out elsewhere", ValueError, "out: expected q's device", "meta", _set(out=lambda c: c.out.to("meta"))),
     _case("all on no device", ValueError, "q: expected a CUDA or CPU device", "meta",
           _set(q=lambda c: c.q.to("meta"), k=lambda c: c.k.to("meta"), out=None)),

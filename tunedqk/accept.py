@@ -25,6 +25,11 @@ def now() -> str:
     return dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds")
 
 
+def float32_twin(variant: Variant) -> Variant:
+    """The variant that differs by its float32 output."""
+    return variant._replace(out_dtype=torch.float32)
+
+
 class Built(NamedTuple):
     """A binary, or why there is none."""
 
@@ -103,13 +108,15 @@ class Door:
                 verdict, twin = self._check_twin(binary)
         if verdict.correct:
             at_length = self._validator_for(binary.variant).check_length(binary, seq_len)
-            worst = max(verdict.max_error or 0.0, at_length.max_error or 0.0)
-            verdict = at_length._replace(max_error=worst)
+            if at_length.correct:
+                worst = max(verdict.max_error or 0.0, at_length.max_error or 0.0)
+                at_length = at_length._replace(max_error=worst)
+            verdict = at_length
         self._record(binary, verdict, (seq_len,), twin)
         return verdict
 
     def _check_twin(self, binary: Binary) -> tuple[Verdict, str]:
-        twin, verdict = self.build(binary.variant._replace(out_dtype=torch.float32), binary.config)
+        twin, verdict = self.build(float32_twin(binary.variant), binary.config)
         if twin is None:
             return verdict._replace(what=f"float32-output twin: {verdict.what}"), ""
         verdict = self._check(twin)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from triton import knobs
 
@@ -104,6 +106,11 @@ def is_aligned(q: torch.Tensor, k: torch.Tensor, sizes: Geometry) -> bool:
     return addresses % ALIGNMENT == 0
 
 
+def triton_config(config: KernelConfig) -> triton.Config:
+    """The config as triton.autotune takes it."""
+    return triton.Config(config.meta(), num_warps=config.num_warps, num_stages=config.num_stages)
+
+
 class _Pointer:
     """Stands for a tensor when compiling: a dtype, and an address that is a multiple of 16 or is not."""
 
@@ -166,10 +173,9 @@ class CompiledBinary(Binary):
         q, k = (_Pointer(variant.dtype, aligned=variant.aligned) for _ in range(2))
         out = _Pointer(variant.out_dtype, aligned=True)
         placeholders = (1.0, 0.0, *(1 for _ in Geometry._fields))
-        self.kernel = qk_score_kernel.warmup(
-            q, k, out, *placeholders, *self.constexprs,
-            grid=(1,), num_warps=config.num_warps, num_stages=config.num_stages,
-        )  # fmt: skip
+        # The options in the Autotuner's own words: Triton's memory of compiled kernels goes by their text.
+        options = {**shape_constexprs(variant), **triton_config(config).all_kwargs()}
+        self.kernel = qk_score_kernel.warmup(q, k, out, *placeholders, grid=(1,), **options)
         self.hash = self.kernel.hash
         self._run: Callable[..., None] = self.kernel.run  # loads the binary: out of shared memory shows here
         self._fixed = (self.kernel.function, self.kernel.packed_metadata)
@@ -189,6 +195,10 @@ class CompiledBinary(Binary):
         )  # fmt: skip
 
 
+INTERPRETER_LOCK = threading.RLock()
+"""Held while the interpreter runs a kernel: it keeps the program's id in one place for all threads."""
+
+
 class InterpretedBinary(Binary):
     """The kernel under Triton's interpreter. Its hash is that of the source and of what the program depends on."""
 
@@ -203,7 +213,8 @@ class InterpretedBinary(Binary):
         """See Binary.launch."""
         programs = self.programs(q.shape[0], sizes)
         if programs:
-            qk_score_kernel[(programs,)](q, k, out, scale, fill, *sizes, *self.constexprs)
+            with INTERPRETER_LOCK:
+                qk_score_kernel[(programs,)](q, k, out, scale, fill, *sizes, *self.constexprs)
 
 
 @functools.cache
@@ -218,17 +229,21 @@ def source_hash() -> str:
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
 
 
-@functools.cache
-def _compiled(device_index: int, variant: Variant, config: KernelConfig) -> CompiledBinary:
-    with torch.cuda.device(device_index):
-        return CompiledBinary(variant, config)
+_compiled: dict[tuple[int, Variant, KernelConfig], CompiledBinary] = {}
+_compiling: dict[tuple[int, Variant, KernelConfig], threading.Lock] = {}
 
 
 def build(device: torch.device, variant: Variant, config: KernelConfig) -> Binary:
     """The binary for a device, compiled once per process. Raises what Triton raises when it cannot be compiled."""
     if interpreting():
         return InterpretedBinary(variant, config)
-    return _compiled(torch.cuda.current_device() if device.index is None else device.index, variant, config)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    wanted = (index, variant, config)
+    with _compiling.setdefault(wanted, threading.Lock()):  # who comes second waits for the first, and finds its result
+        if wanted not in _compiled:
+            with torch.cuda.device(index):
+                _compiled[wanted] = CompiledBinary(variant, config)
+        return _compiled[wanted]
 
 
 def element_size(dtype: torch.dtype) -> int:

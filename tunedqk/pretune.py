@@ -75,7 +75,7 @@ class Pretuner:
             with db.tuning_lock(timeout=600.0):  # late is better than never: on a time-out both just tune
                 entry = tune(key, door, incumbent=incumbent, floor_us=None if interpreting() else self._floor_us)
             db.record(entries=[entry])
-        except (NoAcceptedConfigError, TuningDeclinedError) as error:
+        except (NoAcceptedConfigError, TuningDeclinedError, torch.OutOfMemoryError) as error:
             return Outcome(key, None, tuned=False, seconds=time.perf_counter() - start, error=str(error))
         return Outcome(key, entry, tuned=True, seconds=time.perf_counter() - start)
 

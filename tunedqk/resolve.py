@@ -9,17 +9,18 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
+import torch
+
 from tunedqk.accept import Door
 from tunedqk.config import KernelConfig, TuningKey, default_config
 from tunedqk.db import TuningDB
 from tunedqk.device import identity_of, interpreting
 from tunedqk.errors import MissingConfigError, RejectedConfigError, TuningDeclinedError
+from tunedqk.launch import INTERPRETER_LOCK
 from tunedqk.tune import tune
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import torch
 
     from tunedqk.launch import Binary, Variant
 
@@ -53,7 +54,8 @@ class Resolver:
         self.gpu = identity_of(device)
         self.db = db or TuningDB(self.gpu)
         self.door = Door(device, self.db)
-        self.lock = threading.Lock()
+        self.lock = INTERPRETER_LOCK if interpreting() else threading.RLock()
+        self._warned: set[TuningKey] = set()
         self.tunings = 0
 
     def resolve(self, variant: Variant, seq_len: int, config: KernelConfig | None = None) -> Binary:
@@ -106,7 +108,7 @@ class Resolver:
             )  # fmt: skip
             try:
                 entry = tune(key, self.door)
-            except TuningDeclinedError as error:
+            except (TuningDeclinedError, torch.OutOfMemoryError) as error:
                 logger.warning("tunedqk: %s is not tuned: %s", key, error)
                 return None
             self.tunings += 1
@@ -122,10 +124,12 @@ class Resolver:
             except RejectedConfigError as error:
                 rejection = error
                 continue
-            logger.warning(
-                "tunedqk: no winner is stored for %s on %s: using %s (%s). `tunedqk pretune` finds the best.",
-                key, self.gpu.name, origin, config,
-            )  # fmt: skip
+            if key not in self._warned:  # once for all variants of calls with this key
+                self._warned.add(key)
+                logger.warning(
+                    "tunedqk: no winner is stored for %s on %s: using %s (%s). `tunedqk pretune` finds the best.",
+                    key, self.gpu.name, origin, config,
+                )  # fmt: skip
             return binary
         raise MissingConfigError(f"no config for {key} agreed with the loop kernel") from rejection
 

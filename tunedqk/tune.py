@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 
-from tunedqk.accept import now
+from tunedqk.accept import float32_twin, now
 from tunedqk.config import KernelConfig, TuningKey, fits_shared_memory, search_space
 from tunedqk.device import interpreting, toolchain
 from tunedqk.errors import NoAcceptedConfigError, RejectedConfigError
 from tunedqk.kernels.vectorized import qk_score_kernel
-from tunedqk.launch import TORCH_DTYPES, Binary, Variant, geometry, shape_constexprs
+from tunedqk.launch import TORCH_DTYPES, Binary, Variant, geometry, shape_constexprs, triton_config
 from tunedqk.records import Entry, Shape, Timing
 from tunedqk.timing import Sample, ScreenTimer, interleave
 from tunedqk.workload import TimedShape, Workload
@@ -28,7 +28,7 @@ from tunedqk.workload import TimedShape, Workload
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from tunedqk.accept import Door
+    from tunedqk.accept import Built, Door
 
 FINALISTS = 6
 ROUNDS = 5
@@ -47,11 +47,6 @@ def candidates(key: TuningKey, device: torch.device) -> list[KernelConfig]:
         return search_space(key, interpreted=True)
     limit: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
     return [config for config in search_space(key) if fits_shared_memory(config, key, limit)]
-
-
-def triton_config(config: KernelConfig) -> triton.Config:
-    """The config as triton.autotune takes it."""
-    return triton.Config(config.meta(), num_warps=config.num_warps, num_stages=config.num_stages)
 
 
 def tune(
@@ -77,11 +72,18 @@ def tune(
 def _search(
     key: TuningKey, door: Door, incumbent: KernelConfig | None, floor_us: Callable[[TimedShape], float] | None
 ) -> Entry:
-    workload = Workload(door.device, tuned_variant(key), key.seq_len)
-    screening = _Screening(key, door, workload.screening)
-    screening.run(candidates(key, door.device))
-    finalists = screening.fastest(incumbent)
-    samples = _screened(screening, finalists) if interpreting() else _compare(finalists, workload)
+    variant = tuned_variant(key)
+    configs = candidates(key, door.device)
+    # Compiling takes longest: it runs while tensors are made, and while what is ready is validated.
+    with ThreadPoolExecutor(min(len(configs), os.cpu_count() or 1)) as pool:
+        builds = {config: pool.submit(door.build, variant, config) for config in configs}
+        workload = Workload(door.device, variant, key.seq_len)
+        screening = _Screening(key, door, workload.screening, builds)
+        screening.run()
+        finalists = screening.fastest(incumbent)
+        for config in list(finalists)[:2]:  # the winner's twin will be asked for
+            pool.submit(door.build, float32_twin(variant), config)
+        samples = _screened(screening, finalists) if interpreting() else _compare(finalists, workload)
     timings = _timings(samples, workload.shapes, floor_us)
     winner = _first_that_holds(key, door, timings, screening.rejected, incumbent)
     return Entry(key, winner, timings[winner], dict(screening.rejected), toolchain(), now())
@@ -90,9 +92,12 @@ def _search(
 class _Screening:
     """One run of triton.autotune over a key's candidates, with the door and a clock as its hooks."""
 
-    def __init__(self, key: TuningKey, door: Door, shape: TimedShape) -> None:
+    def __init__(
+        self, key: TuningKey, door: Door, shape: TimedShape, builds: dict[KernelConfig, Future[Built]]
+    ) -> None:
         self.key = key
         self.door = door
+        self.builds = builds
         self.shape = shape
         self.variant = tuned_variant(key)
         self.accepted: dict[KernelConfig, Binary] = {}
@@ -100,13 +105,13 @@ class _Screening:
         self.rejected: Counter[str] = Counter()
         self._timer = ScreenTimer(door.device)
 
-    def run(self, configs: list[KernelConfig]) -> None:
+    def run(self) -> None:
         """Fill accepted, samples and rejected."""
-        by_triton_config = {triton_config(config): config for config in configs}
+        by_triton_config = {triton_config(config): config for config in self.builds}
 
         def early_config_prune(pruned: Iterable[triton.Config], *_: Any, **__: Any) -> list[triton.Config]:
             ours = {by_triton_config[config]: config for config in pruned}
-            self._admit(list(ours))
+            self._admit()
             return [ours[config] for config in self.accepted]
 
         def do_bench(call: Callable[[], object], **_: Any) -> list[float]:
@@ -115,8 +120,8 @@ class _Screening:
             self.samples[config] = self._timer(call)
             return list(self.samples[config])
 
-        if len(configs) == 1:  # triton.autotune would launch an only config unseen
-            self._admit(configs)
+        if len(self.builds) == 1:  # triton.autotune would launch an only config unseen
+            self._admit()
             return
         tuned = triton.autotune(
             configs=list(by_triton_config),
@@ -133,13 +138,11 @@ class _Screening:
 
         tuned[grid](q, k, out, 1.0, 0.0, *sizes, **shape_constexprs(self.variant))
 
-    def _admit(self, configs: list[KernelConfig]) -> None:
-        """The door: compile in parallel, validate in turn."""
-        workers = min(len(configs), os.cpu_count() or 1)
-        with ThreadPoolExecutor(workers) as pool:
-            built = list(pool.map(lambda config: self.door.build(self.variant, config), configs))
-        capacity = max(config.CHUNK_SIZE for config in configs)
-        for config, (binary, compiled) in zip(configs, built, strict=True):
+    def _admit(self) -> None:
+        """The door: validate each candidate as soon as it is compiled."""
+        capacity = max(config.CHUNK_SIZE for config in self.builds)
+        for config, build in self.builds.items():
+            binary, compiled = build.result()
             verdict = compiled if binary is None else self.door.screen(binary, self.key.seq_len, capacity)
             if binary is not None and verdict.correct:
                 self.accepted[config] = binary
