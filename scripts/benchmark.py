@@ -68,7 +68,7 @@ SHAPES = (
     ("bfloat16", 128, 4, 1, 32768),
 )
 ROUNDS = 9
-TUNED_KEY = tuning_key(4096, 128, "bfloat16", 4)
+TUNED_KEY = tuning_key(4096, 128, "bfloat16", 1)
 HOST_CALLS = 2000
 
 

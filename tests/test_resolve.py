@@ -22,7 +22,7 @@ from tunedqk import accept, launch, resolve, score, tune
 from tunedqk.config import KernelConfig, default_config, tuning_key
 from tunedqk.db import TuningDB
 from tunedqk.device import identity_of, interpreting, toolchain
-from tunedqk.errors import MissingConfigError, RejectedConfigError, TuningDeclinedError
+from tunedqk.errors import MissingConfigError, NoAcceptedConfigError, RejectedConfigError, TuningDeclinedError
 from tunedqk.records import Entry, Timing
 from tunedqk.resolve import Mode, resolver_for
 from tunedqk.score import qk_score
@@ -405,7 +405,7 @@ def test_nothing_right_is_an_error_and_nothing_is_written(device, mode, monkeypa
     spoil(monkeypatch)
     q, k = make_inputs(1, 1, 1, 40, 16, torch.float32, device)
     out = poisoned(1, 1, 40, dtype=torch.float32, device=device)
-    with pytest.raises(MissingConfigError, match="agreed with the loop kernel"):
+    with pytest.raises(NoAcceptedConfigError, match="agreed with the loop kernel"):
         qk_score(q, k, out=out)
     assert out.isnan().all()
     assert score._ready == {}

@@ -353,7 +353,7 @@ def test_no_finalist_that_holds_is_an_error():
 
 def test_the_incumbent_is_a_finalist_however_slow_its_screening(device, make_door, monkeypatch):
     monkeypatch.setattr(tune, "FINALISTS", 1)
-    screening = tune._Screening(KEY, make_door(), SHAPE)
+    screening = tune._Screening(KEY, make_door(), SHAPE, {})
     for config, median in ((A, 10.0), (B, 11.0), (C, 30.0)):
         screening.accepted[config] = launch.build(torch.device(device), tune.tuned_variant(KEY), config)
         screening.samples[config] = Sample(median, median, median)

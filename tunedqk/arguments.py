@@ -9,7 +9,6 @@ import torch
 from tunedqk.config import MAX_HEAD_DIM, KernelConfig
 from tunedqk.launch import DTYPE_NAMES, MAX_PROGRAMS
 
-DEVICES = ("cuda", "cpu")
 LAYOUTS = ("NHD", "HND")
 _SUPPORTED = ", ".join(DTYPE_NAMES.values())
 
@@ -48,7 +47,7 @@ def check(
     k_batch, seq_len, kv_heads, k_head_dim = k.shape
     if layout == "HND":
         seq_len, kv_heads = kv_heads, seq_len
-    if q.device.type not in DEVICES:
+    if not (q.is_cuda or q.is_cpu):
         raise ValueError(f"q: expected a CUDA or CPU device, got {q.device}")
     if q.dtype not in DTYPE_NAMES:
         raise TypeError(f"q: expected dtype {_SUPPORTED}, got {q.dtype}")
@@ -102,7 +101,7 @@ def _check_out(
         raise ValueError("out: expected a tensor that stores its values, got a lazily negated view")
     if torch.is_grad_enabled() and out.requires_grad:
         raise ValueError("out: expected a tensor that needs no gradient, got requires_grad")
-    if _overlaps_itself(out):
+    if not out.is_contiguous() and _overlaps_itself(out):
         raise ValueError(
             f"out: expected elements that do not overlap, got strides {out.stride()} for shape {list(out.shape)}"
         )
@@ -113,9 +112,11 @@ def _check_out(
 
 def _span(x: torch.Tensor) -> tuple[int, int]:
     """First and one-past-last byte that a tensor's elements touch."""
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    elements = x.numel()
+    if not x.is_contiguous():
+        elements = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     start = x.data_ptr()
-    return start, start + (last + 1) * x.element_size()
+    return start, start + elements * x.element_size()
 
 
 def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

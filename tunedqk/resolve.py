@@ -15,7 +15,7 @@ from tunedqk.accept import Door
 from tunedqk.config import KernelConfig, TuningKey, default_config
 from tunedqk.db import TuningDB
 from tunedqk.device import identity_of, interpreting
-from tunedqk.errors import MissingConfigError, RejectedConfigError, TuningDeclinedError
+from tunedqk.errors import MissingConfigError, NoAcceptedConfigError, RejectedConfigError, TuningDeclinedError
 from tunedqk.launch import INTERPRETER_LOCK
 from tunedqk.tune import tune
 
@@ -131,7 +131,7 @@ class Resolver:
                     key, self.gpu.name, origin, config,
                 )  # fmt: skip
             return binary
-        raise MissingConfigError(f"no config for {key} agreed with the loop kernel") from rejection
+        raise NoAcceptedConfigError(f"no config for {key} agreed with the loop kernel") from rejection
 
     def _guesses(self, key: TuningKey) -> Iterator[tuple[str, KernelConfig]]:
         nearest = self.db.nearest(key)

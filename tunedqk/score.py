@@ -65,6 +65,7 @@ def qk_score(
         TypeError, ValueError: an argument does not fit; nothing was launched or written.
         RejectedConfigError: `config` did not compile or did not agree with the loop kernel.
         MissingConfigError: no winner is stored and TUNEDQK_MODE is strict.
+        NoAcceptedConfigError: no config at all agreed with the loop kernel.
         CaptureError: a CUDA graph is being captured and no accepted binary is ready for this call.
     """
     sizes = check(q, k, layout, out, out_dtype)
