@@ -35,7 +35,7 @@ def make_key(seq_len=1024, head_dim=128, **fields):
 
 
 def make_entry(key=None, chunk=64, median_us=12.5, **fields):
-    timing = Timing(median_us, 12.4, 12.7, 541065216, 0.99, 1.01, (Shape(1, 8, median_us, 0.99), Shape(8, 8, 90.0)))
+    timing = Timing(median_us, 12.4, 12.7, 541065216, 0.99, 1.01, (Shape(1, 8, median_us), Shape(8, 8, 90.0)))
     config = KernelConfig(CHUNK_SIZE=chunk, TILE_SIZE=16, num_warps=4)
     values = {"rejected": {"wrong result": 2}, "tuned_at": "2026-01-02T03:04:05Z", **fields}
     return Entry(key or make_key(), config, timing, toolchain=Toolchain("3.6.0", "2.11.0", "0.1.0"), **values)

@@ -451,10 +451,12 @@ print(json.dumps({"tunings": resolver.tunings, "validations": resolver.door.vali
 
 
 def run_process(device, mode, *lengths):
-    environment = {**os.environ, "TUNEDQK_MODE": mode, "PYTHONPATH": str(PROJECT), "PYTHONWARNINGS": "ignore"}
+    search_path = os.pathsep.join(filter(None, (str(PROJECT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "TUNEDQK_MODE": mode, "PYTHONPATH": search_path, "PYTHONWARNINGS": "ignore"}
     arguments = [sys.executable, "-c", PROCESS, device, *map(str, lengths)]
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=False, timeout=300)
-    return json.loads(done.stdout) if done.returncode == 0 else done.stderr
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def test_tuned_in_one_process_nothing_is_left_to_do_in_the_next(device):

@@ -20,6 +20,7 @@ KV_HEADS = 8
 BATCHES = (1, 8, 64)
 MEMORY_LIMIT = 1 << 30  # bytes of keys, for all sets of a shape
 MEMORY_SHARE = 0.4  # of what is free
+OUTPUT_SHARE = 0.1  # of what is free, for each shape's outputs
 REPLAY_US = 400.0  # a replay is made about this long, so that its events' own cost vanishes
 ASSUMED_BANDWIDTH = 3e6  # bytes a microsecond, to size a replay
 
@@ -89,10 +90,11 @@ class Workload:
                     f"tuning needs {row >> 20} MiB for keys; of {free >> 20} MiB free it takes {limit >> 20}"
                 )
             sets = {batch: min(rotation(batch * row, device), limit // (batch * row)) for batch in batches}
-            self._l2 = torch.cuda.get_device_properties(device).L2_cache_size
+            # Outputs rotate through as much memory as the L2 cache holds, if there is that much.
+            self._output_bytes = min(torch.cuda.get_device_properties(device).L2_cache_size, int(free * OUTPUT_SHARE))
         else:
             batches = batches[:1]
-            self._l2 = 0
+            self._output_bytes = 0
             sets = dict.fromkeys(batches, 1)
         self._pool = torch.empty(
             max(batch * count for batch, count in sets.items()) * row // variant.dtype.itemsize,
@@ -107,16 +109,17 @@ class Workload:
         q_heads = self.kv_heads * self.variant.group
         keys = [self._pool[i * size : (i + 1) * size].view(shape) for i in range(sets)]
         out_bytes = batch * q_heads * self.seq_len * self.variant.out_dtype.itemsize
-        launches = max(sets, -(-self._l2 // out_bytes))
+        outputs = [
+            torch.empty(batch, q_heads, self.seq_len, dtype=self.variant.out_dtype, device=self.device)
+            for _ in range(max(1, -(-self._output_bytes // out_bytes)))
+        ]
+        launches = max(sets, len(outputs))
         return TimedShape(
             batch,
             self.kv_heads,
             q=[self._random(batch, q_heads, self.variant.head_dim) for _ in range(launches)],
             k=[keys[i % sets] for i in range(launches)],
-            out=[
-                torch.empty(batch, q_heads, self.seq_len, dtype=self.variant.out_dtype, device=self.device)
-                for _ in range(launches)
-            ],
+            out=[outputs[i % len(outputs)] for i in range(launches)],
         )
 
     def _random(self, *shape: int) -> torch.Tensor:
