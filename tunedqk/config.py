@@ -90,13 +90,18 @@ class TuningKey(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=T
         return f"head_dim {self.head_dim}, {self.dtype}, rows {self.rows}, seq_len {self.seq_len}"
 
 
+def bucket(seq_len: int) -> int:
+    """The length that stands for `seq_len` in a key: a growing cache gets a new one each time it has doubled."""
+    return max(MIN_BUCKET, next_power_of_2(seq_len))
+
+
 def tuning_key(seq_len: int, head_dim: int, dtype: str, rows: int, page_size: int = 0) -> TuningKey:
     """The key of a call: the only place where sizes become buckets, for the tuner and for the call alike."""
     return TuningKey(
         head_dim=head_dim,
         dtype=dtype,
         rows=next_power_of_2(rows),
-        seq_len=max(next_power_of_2(seq_len), MIN_BUCKET),
+        seq_len=bucket(seq_len),
         page_size=page_size,
     )
 

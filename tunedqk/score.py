@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tunedqk.arguments import Sizes, check, check_config, check_number, check_programs
-from tunedqk.config import MIN_BUCKET, KernelConfig
+from tunedqk.config import KernelConfig, bucket
 from tunedqk.device import interpreting
 from tunedqk.errors import CaptureError
 from tunedqk.launch import MAX_PROGRAMS, Variant, geometry, is_aligned
@@ -95,9 +95,17 @@ def _score_by_kernel(
 ) -> None:
     grid = geometry(q, k, out, layout, fill_tail=fill is not None)
     index = q.device.index if q.is_cuda else -1
-    bucket = max(MIN_BUCKET, 1 << (sizes.seq_len - 1).bit_length())
     group = sizes.q_heads // sizes.kv_heads
-    slot = (index, sizes.head_dim, group, q.dtype, sizes.out_dtype, is_aligned(q, k, grid), bucket, config)
+    slot = (
+        index,
+        sizes.head_dim,
+        group,
+        q.dtype,
+        sizes.out_dtype,
+        is_aligned(q, k, grid),
+        bucket(sizes.seq_len),
+        config,
+    )
     binary = _ready.get(slot)
     if binary is None:
         binary = _make_ready(slot, sizes.seq_len)
