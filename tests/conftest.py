@@ -15,6 +15,8 @@ if not torch.cuda.is_available():
 import triton
 
 from tunedqk import device as device_module
+from tunedqk.accept import Door
+from tunedqk.db import TuningDB
 
 INTERPRETED = device_module.interpreting()
 ON_GPU = torch.cuda.is_available() and not INTERPRETED
@@ -72,3 +74,14 @@ def cache_dir(tmp_path, monkeypatch):
 def device():
     """Where tensors go: the GPU, or the CPU under the interpreter."""
     return "cuda" if ON_GPU else "cpu"
+
+
+@pytest.fixture
+def make_door(device, tmp_path):
+    """Makes doors that share a DB, each as a process of its own would."""
+
+    def make():
+        target = torch.device(device)
+        return Door(target, TuningDB(device_module.identity_of(target), tmp_path, ()))
+
+    return make

@@ -17,25 +17,13 @@ import tunedqk
 from tunedqk import accept, launch, tune, validate
 from tunedqk.accept import Door
 from tunedqk.config import KernelConfig, search_space, tuning_key
-from tunedqk.db import TuningDB
-from tunedqk.device import identity_of, interpreting, toolchain
+from tunedqk.device import interpreting, toolchain
 from tunedqk.errors import NoAcceptedConfigError, RejectedConfigError, TuningDeclinedError
 from tunedqk.timing import Sample
 from tunedqk.validate import Validator
 from tunedqk.workload import TimedShape, Workload
 
 KEY = tuning_key(1, 16, "float32", 1)
-
-
-@pytest.fixture
-def make_door(device, tmp_path):
-    """Makes doors that share a DB, each as a process of its own would."""
-
-    def make():
-        target = torch.device(device)
-        return Door(target, TuningDB(identity_of(target), tmp_path, ()))
-
-    return make
 
 
 @pytest.fixture

@@ -14,10 +14,8 @@ from triton.errors import TritonError
 from triton.runtime.errors import OutOfResources
 
 from tunedqk import accept, launch, validate
-from tunedqk.accept import Door
 from tunedqk.config import KernelConfig, tuning_key
-from tunedqk.db import TuningDB
-from tunedqk.device import identity_of, interpreting
+from tunedqk.device import interpreting
 from tunedqk.errors import RejectedConfigError
 from tunedqk.inputs import Inputs
 from tunedqk.tune import candidates, tuned_variant
@@ -39,17 +37,6 @@ def shared_validator(device, variant):
 def copy_is_accepted(device, variant, config):
     """Loading a kernel as mutants are loaded must not be what gets them rejected."""
     return shared_validator(device, variant).check(build_mutant(variant, config)).correct
-
-
-@pytest.fixture
-def make_door(device, tmp_path):
-    """Makes doors that share a DB, each as a process of its own would."""
-
-    def make():
-        target = torch.device(device)
-        return Door(target, TuningDB(identity_of(target), tmp_path, ()))
-
-    return make
 
 
 # --- Mutants ---

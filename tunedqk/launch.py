@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from tunedqk.config import ELEMENT_SIZE, Blocking, KernelConfig, TuningKey, blocking, tuning_key
+from tunedqk.config import Blocking, KernelConfig, TuningKey, blocking, tuning_key
 from tunedqk.device import interpreting
 from tunedqk.kernels.vectorized import qk_score_kernel
 
@@ -244,8 +244,3 @@ def build(device: torch.device, variant: Variant, config: KernelConfig) -> Binar
             with torch.cuda.device(index):
                 _compiled[wanted] = CompiledBinary(variant, config)
         return _compiled[wanted]
-
-
-def element_size(dtype: torch.dtype) -> int:
-    """Bytes of an element."""
-    return ELEMENT_SIZE[DTYPE_NAMES[dtype]]

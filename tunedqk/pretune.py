@@ -67,27 +67,35 @@ class Pretuner:
     def _one(self, key: TuningKey) -> Outcome:
         db, door = self.resolver.db, self.resolver.door
         start = time.perf_counter()
-        found = db.winner(key)
         try:
-            if found is not None and not self.force and self._holds(key, found.entry):
-                return Outcome(key, found.entry, tuned=False, seconds=time.perf_counter() - start)
-            incumbent = found.entry.config if found is not None else None
+            entry = self._finished(key)
+            if entry is not None:
+                return Outcome(key, entry, tuned=False, seconds=time.perf_counter() - start)
             with db.tuning_lock(timeout=600.0):  # late is better than never: on a time-out both just tune
+                db.reload()  # another process may have tuned the key meanwhile
+                entry = self._finished(key)
+                if entry is not None:
+                    return Outcome(key, entry, tuned=False, seconds=time.perf_counter() - start)
+                found = db.winner(key)
+                incumbent = found.entry.config if found is not None else None
                 entry = tune(key, door, incumbent=incumbent, floor_us=None if interpreting() else self._floor_us)
-            db.record(entries=[entry])
+                db.record(entries=[entry])
         except (NoAcceptedConfigError, TuningDeclinedError, torch.OutOfMemoryError) as error:
             return Outcome(key, None, tuned=False, seconds=time.perf_counter() - start, error=str(error))
         return Outcome(key, entry, tuned=True, seconds=time.perf_counter() - start)
 
-    def _holds(self, key: TuningKey, entry: Entry) -> bool:
-        """Whether the stored winner is accepted here; validates it where its receipt is from another toolchain."""
+    def _finished(self, key: TuningKey) -> Entry | None:
+        """The stored winner, if it is accepted here; validates it where its receipt is from another toolchain."""
+        found = self.resolver.db.winner(key)
+        if found is None or self.force:
+            return None
         try:
-            self.resolver.door.accept(tuned_variant(key), entry.config, key.seq_len)
+            self.resolver.door.accept(tuned_variant(key), found.entry.config, key.seq_len)
         except RejectedConfigError:
-            return False
+            return None
         finally:
             self.resolver.door.release()
-        return True
+        return found.entry
 
     def _floor_us(self, shape: TimedShape) -> float:
         """Microseconds at the read+write floor; shapes that move the same bytes share it."""
