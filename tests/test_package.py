@@ -26,6 +26,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     {"config", "device", "errors"},
     {"kernels", "records", "db"},
+    {"compiler", "compile_pool"},
     {"launch", "inputs", "validate", "accept", "arguments", "timing", "floor", "workload"},
     {"tune"},
     {"resolve", "score", "pretune"},

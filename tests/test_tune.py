@@ -7,6 +7,7 @@ import math
 import weakref
 from pathlib import Path
 
+import msgspec
 import mutants
 import pytest
 import torch
@@ -254,18 +255,23 @@ def test_an_only_survivor_is_tuned(make_door, few, monkeypatch):
 
 def test_a_winner_whose_fp32_twin_is_wrong_gives_way(make_door, few, monkeypatch):
     key = tuning_key(1, 16, "bfloat16", 1)
-    lost = []
+    rank = {config: float(1 + place) for place, config in enumerate(few)}
+    timings = tune._timings
+
+    def ranked_timings(*arguments):
+        return {
+            config: msgspec.structs.replace(timing, worst_slowdown=rank[config])
+            for config, timing in timings(*arguments).items()
+        }
 
     def is_wrong(variant, config):
-        if variant.out_dtype == torch.float32 and len(lost) < 2 and config not in lost:
-            lost.append(config)
-        return variant.out_dtype == torch.float32 and config in lost
+        return variant.out_dtype == torch.float32 and config in few[:2]
 
+    monkeypatch.setattr(tune, "_timings", ranked_timings)
     monkeypatch.setattr(accept, "build", mutants.builder(mutants.BF16_PRODUCTS, is_wrong))
     door = make_door()
     entry = tune.tune(key, door)
-    assert len(lost) == 2
-    assert entry.config not in lost
+    assert entry.config == few[2]
     assert entry.rejected == {"wrong result": 2}
     assert sorted(receipt.verdict for receipt in door.db.receipts()) == ["correct", "wrong result", "wrong result"]
 

@@ -80,7 +80,7 @@ WRONG_VIEWS = {(64, 1), (128, 1), (128, 2)}
 def test_the_form_by_tl_view_is_rejected_where_it_permutes(device, head_dim, chunk, num_warps):
     variant = variant_of(head_dim=head_dim)
     binary = build_mutant(variant, KernelConfig(chunk, chunk, num_warps), mutants.TL_VIEW)
-    verdict = shared_validator(device, variant).check(binary, capacity=256)
+    verdict = shared_validator(device, variant).check(binary)
     expected = validate.WRONG_RESULT if (head_dim, num_warps) in WRONG_VIEWS else validate.CORRECT
     assert verdict.verdict == expected, verdict
 
@@ -266,11 +266,11 @@ def test_every_config_of_the_product_is_accepted(device, key):
     target, variant = torch.device(device), tuned_variant(key)
     validator = Validator(target, variant)
     configs = candidates(key, target)
-    capacity = max(config.CHUNK_SIZE for config in configs)
     assert configs
+    validator.prepare(key.seq_len, capacity=max(config.CHUNK_SIZE for config in configs))
     for config in configs:
         binary = launch.build(target, variant, config)
-        for verdict in (validator.check(binary, capacity), validator.check_length(binary, key.seq_len)):
+        for verdict in (validator.check(binary), validator.check_length(binary, key.seq_len)):
             assert verdict.correct, (config, verdict)
             assert (verdict.max_error or 0.0) <= 1
 
@@ -371,7 +371,7 @@ def test_a_bad_receipt_is_never_tried_again(make_door, monkeypatch):
         with pytest.raises(RejectedConfigError, match=r"chunk 16.*head_dim 16.*wrong result") as caught:
             again.accept(variant_of(), SMALL, 1024)
         assert caught.value.verdict == validate.WRONG_RESULT
-        assert again.screen(again.build(variant_of(), SMALL).binary, 512, 16).verdict == validate.WRONG_RESULT
+        assert again.screen(again.build(variant_of(), SMALL).binary, 512).verdict == validate.WRONG_RESULT
         assert again.validations == validations
     assert make_door().accept(variant_of(), KernelConfig(32, 32, 4), 512)
 
@@ -409,7 +409,7 @@ def test_a_fault_at_the_length_of_the_bucket_rejects_the_binary(make_door, monke
 
 def test_a_candidate_that_was_only_screened_gets_no_good_receipt(make_door):
     door = make_door()
-    assert door.screen(door.build(variant_of(BF16), SMALL).binary, 512, 16).correct
+    assert door.screen(door.build(variant_of(BF16), SMALL).binary, 512).correct
     assert door.db.receipts() == []
     assert door.validations == 1
 

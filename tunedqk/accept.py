@@ -80,17 +80,18 @@ class Door:
             f"config ({config}) for {variant}: {verdict.verdict}: {verdict.what}", verdict.verdict
         )
 
-    def screen(self, binary: Binary, seq_len: int, capacity: int) -> Verdict:
-        """As accept, but without the twin, for a candidate that may never be launched for a user: no good receipt.
+    def prepare(self, variant: Variant, seq_len: int, capacity: int) -> None:
+        """Make what the candidates of a key are judged on. capacity: their largest chunk, so that they can share it."""
+        self._validator_for(variant).prepare(seq_len, capacity)
 
-        capacity: the largest chunk of all candidates, so that they can share their inputs.
-        """
+    def screen(self, binary: Binary, seq_len: int) -> Verdict:
+        """As accept, but without the twin, for a candidate that may never be launched for a user: no good receipt."""
         receipt = self.db.receipt(binary.hash)
         if receipt is not None and not receipt.correct:
             return Verdict(receipt.verdict, receipt.max_error, receipt.what)
         verdict = Verdict(validate.CORRECT)
         if receipt is None:
-            verdict = self._check(binary, capacity)
+            verdict = self._check(binary)
         if verdict.correct and (receipt is None or seq_len not in receipt.seq_lens):
             verdict = self._validator_for(binary.variant).check_length(binary, seq_len)
         if not verdict.correct:
@@ -124,10 +125,10 @@ class Door:
             verdict = verdict._replace(what=f"float32-output twin: {verdict.what}")
         return verdict, twin.hash
 
-    def _check(self, binary: Binary, capacity: int = 0) -> Verdict:
+    def _check(self, binary: Binary) -> Verdict:
         if binary.hash not in self._checked:
             self.validations += 1
-            self._checked[binary.hash] = self._validator_for(binary.variant).check(binary, capacity)
+            self._checked[binary.hash] = self._validator_for(binary.variant).check(binary)
         return self._checked[binary.hash]
 
     def _validator_for(self, variant: Variant) -> Validator:

@@ -20,6 +20,10 @@ class RejectedConfigError(TunedQKError):
         self.verdict = verdict
 
 
+class CompilerCrashedError(TunedQKError):
+    """Compiling a config took the compiler's process down."""
+
+
 class MissingConfigError(TunedQKError):
     """`TUNEDQK_MODE=strict`, and no validated winner is stored for the key."""
 

@@ -11,13 +11,17 @@ import torch
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.runtime import driver
 
+from tunedqk.compiler import Program, compile_program
 from tunedqk.config import Blocking, KernelConfig, TuningKey, blocking, tuning_key
 from tunedqk.device import interpreting
 from tunedqk.kernels.vectorized import qk_score_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from triton.backends.compiler import GPUTarget
 
 MAX_PROGRAMS = 2**31 - 1
 ALIGNMENT = 16  # bytes, of the widest load
@@ -111,17 +115,6 @@ def triton_config(config: KernelConfig) -> triton.Config:
     return triton.Config(config.meta(), num_warps=config.num_warps, num_stages=config.num_stages)
 
 
-class _Pointer:
-    """Stands for a tensor when compiling: a dtype, and an address that is a multiple of 16 or is not."""
-
-    def __init__(self, dtype: torch.dtype, *, aligned: bool) -> None:
-        self.dtype = dtype
-        self._address = 0 if aligned else 1
-
-    def data_ptr(self) -> int:
-        return self._address
-
-
 def shape_constexprs(variant: Variant) -> dict[str, Any]:
     """The kernel's constexpr arguments that the config does not fix, in order."""
     blocks = variant.blocking
@@ -139,6 +132,20 @@ def shape_constexprs(variant: Variant) -> dict[str, Any]:
         "ALIGNED": variant.aligned,
         "ROUND_BY_HAND": interpreting() and variant.out_dtype == torch.bfloat16,
     }
+
+
+def program(variant: Variant, config: KernelConfig) -> Program:
+    """What the compiler needs for a binary."""
+    constexprs = shape_constexprs(variant)
+    if constexprs["DOT_DTYPE"] is not None:
+        constexprs["DOT_DTYPE"] = constexprs["DOT_DTYPE"].name
+    return Program(
+        dtype=_TL_DTYPE[variant.dtype].name,
+        out_dtype=_TL_DTYPE[variant.out_dtype].name,
+        aligned=variant.aligned,
+        # In the Autotuner's own words: Triton's memory of compiled kernels goes by their text.
+        arguments={**constexprs, **triton_config(config).all_kwargs()},
+    )
 
 
 class Binary:
@@ -170,12 +177,7 @@ class CompiledBinary(Binary):
     def __init__(self, variant: Variant, config: KernelConfig) -> None:
         """Compile and load for the current device; raises what Triton raises."""
         super().__init__(variant, config)
-        q, k = (_Pointer(variant.dtype, aligned=variant.aligned) for _ in range(2))
-        out = _Pointer(variant.out_dtype, aligned=True)
-        placeholders = (1.0, 0.0, *(1 for _ in Geometry._fields))
-        # The options in the Autotuner's own words: Triton's memory of compiled kernels goes by their text.
-        options = {**shape_constexprs(variant), **triton_config(config).all_kwargs()}
-        self.kernel = qk_score_kernel.warmup(q, k, out, *placeholders, grid=(1,), **options)
+        self.kernel = compile_program(qk_score_kernel, program(variant, config))
         self.hash = self.kernel.hash
         self._run: Callable[..., None] = self.kernel.run  # loads the binary: out of shared memory shows here
         self._fixed = (self.kernel.function, self.kernel.packed_metadata)
@@ -233,11 +235,26 @@ _compiled: dict[tuple[int, Variant, KernelConfig], CompiledBinary] = {}
 _compiling: dict[tuple[int, Variant, KernelConfig], threading.Lock] = {}
 
 
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def is_built(device: torch.device, variant: Variant, config: KernelConfig) -> bool:
+    """Whether `build` has its result at hand."""
+    return (_index(device), variant, config) in _compiled
+
+
+def target_of(device: torch.device) -> GPUTarget:
+    """What Triton compiles for on a GPU."""
+    with torch.cuda.device(device):
+        return driver.active.get_current_target()
+
+
 def build(device: torch.device, variant: Variant, config: KernelConfig) -> Binary:
     """The binary for a device, compiled once per process. Raises what Triton raises when it cannot be compiled."""
     if interpreting():
         return InterpretedBinary(variant, config)
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = _index(device)
     wanted = (index, variant, config)
     with _compiling.setdefault(wanted, threading.Lock()):  # who comes second waits for the first, and finds its result
         if wanted not in _compiled:

@@ -7,7 +7,8 @@ comparing in turns and over several batch sizes, follows from our own records.
 
 from __future__ import annotations
 
-import os
+import contextlib
+import threading
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -15,20 +16,32 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
-from tunedqk.accept import float32_twin, now
+from tunedqk.accept import Built, float32_twin, now
+from tunedqk.compile_pool import CompilePool, processors
 from tunedqk.config import KernelConfig, TuningKey, fits_shared_memory, search_space
 from tunedqk.device import interpreting, toolchain
-from tunedqk.errors import NoAcceptedConfigError, RejectedConfigError
+from tunedqk.errors import CompilerCrashedError, NoAcceptedConfigError, RejectedConfigError
 from tunedqk.kernels.vectorized import qk_score_kernel
-from tunedqk.launch import TORCH_DTYPES, Binary, Variant, geometry, shape_constexprs, triton_config
+from tunedqk.launch import (
+    TORCH_DTYPES,
+    Binary,
+    Variant,
+    geometry,
+    is_built,
+    program,
+    shape_constexprs,
+    target_of,
+    triton_config,
+)
 from tunedqk.records import Entry, Shape, Timing
 from tunedqk.timing import Sample, ScreenTimer, interleave
+from tunedqk.validate import DID_NOT_COMPILE, Verdict
 from tunedqk.workload import TimedShape, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from tunedqk.accept import Built, Door
+    from tunedqk.accept import Door
 
 FINALISTS = 6
 ROUNDS = 5
@@ -75,18 +88,62 @@ def _search(
     variant = tuned_variant(key)
     configs = candidates(key, door.device)
     # Compiling takes longest: it runs while tensors are made, and while what is ready is validated.
-    with ThreadPoolExecutor(min(len(configs), os.cpu_count() or 1)) as pool:
-        builds = {config: pool.submit(door.build, variant, config) for config in configs}
+    with contextlib.closing(_Builder(door, variant, configs)) as builder:
+        first, *others = configs
+        builds = {first: builder.submit_here(variant, first)}
+        builds |= {config: builder.submit(variant, config) for config in others}
         workload = Workload(door.device, variant, key.seq_len)
         screening = _Screening(key, door, workload.screening, builds)
         screening.run()
         finalists = screening.fastest(incumbent)
         for config in list(finalists)[:2]:  # the winner's twin will be asked for
-            pool.submit(door.build, float32_twin(variant), config)
+            builder.submit(float32_twin(variant), config)
         samples = _screened(screening, finalists) if interpreting() else _compare(finalists, workload)
     timings = _timings(samples, workload.shapes, floor_us)
     winner = _first_that_holds(key, door, timings, screening.rejected, incumbent)
     return Entry(key, winner, timings[winner], dict(screening.rejected), toolchain(), now())
+
+
+class _Builder:
+    """Builds binaries for a door; processes of their own compile them, as many at a time as there are processors."""
+
+    def __init__(self, door: Door, variant: Variant, configs: list[KernelConfig]) -> None:
+        self._door = door
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(min(len(configs), processors()))
+        self._compilers: CompilePool | None = None
+        if not interpreting():
+            missing = sum(not is_built(door.device, variant, config) for config in configs)
+            self._compilers = CompilePool(min(missing, processors()))
+            self._target = target_of(door.device)  # the first time in a process it takes a third of a second
+
+    def submit(self, variant: Variant, config: KernelConfig) -> Future[Built]:
+        """Start to build."""
+        return self._threads.submit(self._build, variant, config)
+
+    def submit_here(self, variant: Variant, config: KernelConfig) -> Future[Built]:
+        """The same, in this process: meanwhile the others start, and it prepares what Triton needs once a process."""
+        return self._threads.submit(self._build_here, variant, config)
+
+    def _build(self, variant: Variant, config: KernelConfig) -> Built:
+        if self._compilers is None or is_built(self._door.device, variant, config):
+            return self._door.build(variant, config)
+        try:
+            compiled = self._compilers.compile(self._target, program(variant, config))
+        except CompilerCrashedError as error:
+            return Built(None, Verdict(DID_NOT_COMPILE, what=str(error)))
+        return self._build_here(variant, config) if compiled else self._door.build(variant, config)
+
+    def _build_here(self, variant: Variant, config: KernelConfig) -> Built:
+        # One at a time: Triton does not see that another thread is making what it lacks, and makes it again.
+        with self._lock:
+            return self._door.build(variant, config)
+
+    def close(self) -> None:
+        """Finish what is being built, and start no more."""
+        self._threads.shutdown(cancel_futures=True)
+        if self._compilers is not None:
+            self._compilers.close()
 
 
 class _Screening:
@@ -140,10 +197,11 @@ class _Screening:
 
     def _admit(self) -> None:
         """The door: validate each candidate as soon as it is compiled."""
-        capacity = max(config.CHUNK_SIZE for config in self.builds)
+        # Made while the first candidates are being compiled.
+        self.door.prepare(self.variant, self.key.seq_len, capacity=max(config.CHUNK_SIZE for config in self.builds))
         for config, build in self.builds.items():
             binary, compiled = build.result()
-            verdict = compiled if binary is None else self.door.screen(binary, self.key.seq_len, capacity)
+            verdict = compiled if binary is None else self.door.screen(binary, self.key.seq_len)
             if binary is not None and verdict.correct:
                 self.accepted[config] = binary
             else:

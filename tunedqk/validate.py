@@ -94,6 +94,7 @@ class Validator:
         self.device = device
         self.variant = variant
         self._on_gpu = device.type == "cuda"
+        self._capacity = 0
         self._judging: list[Inputs] = []
         self._long: Inputs | None = None
 
@@ -101,11 +102,30 @@ class Validator:
         """Whether this validator's inputs are made for that variant; the output's dtype does not matter."""
         return variant._replace(out_dtype=self.variant.out_dtype) == self.variant
 
-    def check(self, binary: Binary, capacity: int = 0) -> Verdict:
-        """The whole list, at lengths around the binary's chunk. capacity: the largest chunk to come, if known."""
-        chunk = binary.config.CHUNK_SIZE
+    def prepare(self, seq_len: int, capacity: int) -> None:
+        """Make on a GPU what binaries with chunks of up to `capacity` are judged on, at their lengths and at seq_len.
+
+        Else that happens when it is needed: the interpreter has no compiler to wait for meanwhile.
+        """
+        self._capacity = capacity
+        if self._on_gpu:
+            self._prepare_chunks(capacity)
+            self._prepare_length(seq_len)
+
+    def _prepare_chunks(self, chunk: int) -> None:
         if not self._judging or self._judging[0].seq_len < 2 * chunk + 1:
-            self._judging = judging_inputs(self.device, self.variant, 2 * max(chunk, capacity) + 1)
+            self._judging = judging_inputs(self.device, self.variant, 2 * max(chunk, self._capacity) + 1)
+
+    def _prepare_length(self, seq_len: int) -> Inputs:
+        if self._long is None or self._long.seq_len != seq_len:
+            self._long = None  # before the next one is made: they can be large
+            self._long = long_inputs(self.device, self.variant, seq_len)
+        return self._long
+
+    def check(self, binary: Binary) -> Verdict:
+        """The whole list, at lengths around the binary's chunk."""
+        chunk = binary.config.CHUNK_SIZE
+        self._prepare_chunks(chunk)
         findings: list[_Finding] = []
         errors: list[torch.Tensor] = []
         for inputs, launches in self._trials(chunk):
@@ -131,12 +151,9 @@ class Validator:
         """One comparison at the length of a bucket. The interpreter, which would take minutes, skips it."""
         if not self._on_gpu:
             return Verdict(CORRECT)
-        if self._long is None or self._long.seq_len != seq_len:
-            self._long = None  # before the next one is made: they can be large
-            self._long = long_inputs(self.device, self.variant, seq_len)
         findings: list[_Finding] = []
         errors: list[torch.Tensor] = []
-        self._launch_and_judge(binary, self._long, findings, errors, launches=1)
+        self._launch_and_judge(binary, self._prepare_length(seq_len), findings, errors, launches=1)
         return _conclude(findings, errors)
 
     def _launch_and_judge(

@@ -1,0 +1,108 @@
+"""Compiling the fast kernel: here, or in a process that does nothing else.
+
+torch is not imported here, so that such a process is ready in a third of a second. Python's global lock lets threads
+compile hardly more than two kernels at a time; processes have a lock each, and meet in Triton's cache on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import types
+from typing import TYPE_CHECKING
+
+import msgspec
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.errors import TritonError
+from triton.runtime import driver
+
+from tunedqk.kernels.vectorized import UNSPECIALISED, qk_score_kernel
+
+if TYPE_CHECKING:
+    from triton.compiler import CompiledKernel
+    from triton.runtime import JITFunction
+
+READY = b"ready\n"
+DONE = b"done\n"
+
+Target = tuple[str, int | str, int]
+"""Backend, architecture and warp size: a GPUTarget."""
+
+
+class Program(msgspec.Struct, frozen=True):
+    """What a binary is compiled from. Dtypes go by Triton's names (`bf16`), so that it can be sent to a process.
+
+    aligned: whether q, k and their strides are multiples of 16 bytes. arguments: constexprs and launch options.
+    """
+
+    dtype: str
+    out_dtype: str
+    aligned: bool
+    arguments: dict[str, int | bool | str | None]
+
+
+class _Pointer:
+    """Stands for a tensor when compiling: a dtype, and an address that is a multiple of 16 or is not."""
+
+    def __init__(self, dtype: str, *, aligned: bool) -> None:
+        self.dtype = tl.dtype(dtype)
+        self._address = 0 if aligned else 1
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+def compile_program(kernel: JITFunction, program: Program) -> CompiledKernel:
+    """Compile the fast kernel (or a copy) for the current device, or take what Triton's cache holds.
+
+    Raises what Triton raises.
+    """
+    q, k = (_Pointer(program.dtype, aligned=program.aligned) for _ in range(2))
+    out = _Pointer(program.out_dtype, aligned=True)
+    scale, fill = 1.0, 0.0
+    dot_dtype = program.arguments["DOT_DTYPE"]
+    arguments = {**program.arguments, "DOT_DTYPE": dot_dtype and tl.dtype(dot_dtype)}
+    return kernel.warmup(q, k, out, scale, fill, *(1 for _ in UNSPECIALISED), grid=(1,), **arguments)
+
+
+class _TargetDriver:
+    """Stands for Triton's driver where nothing is launched: it knows what to compile for, and touches no GPU."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> GPUTarget:
+        return self._target  # Triton keeps a cache for each device; here it has to be one for each target
+
+    def get_current_stream(self, _: GPUTarget) -> int:
+        return 0
+
+
+def _do_without_torch() -> None:
+    """Triton looks for `torch.Tensor` when it sees a pointer; importing torch for that would take seconds."""
+    torch = types.ModuleType("torch")
+    torch.Tensor = type("Tensor", (), {})  # type: ignore[attr-defined]
+    sys.modules["torch"] = torch
+
+
+def main() -> None:
+    """Compile what standard input asks for: in each line a target and a program, as JSON.
+
+    Answers READY to begin with, and DONE after each program. One that fails is also done: who asked will try it again,
+    see it fail, and report it.
+    """
+    _do_without_torch()
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what a compiler prints is no answer
+    answers.write(READY)
+    for line in sys.stdin.buffer:
+        target, program = msgspec.json.decode(line, type=tuple[Target, Program])
+        driver.set_active(_TargetDriver(GPUTarget(*target)))
+        with contextlib.suppress(TritonError, RuntimeError):  # RuntimeError: a failed compiler pass
+            compile_program(qk_score_kernel, program)
+        answers.write(DONE)
