@@ -8,14 +8,15 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 from triton.backends.compiler import GPUTarget
 
 from tunedqk import compile_pool
 from tunedqk.compile_pool import CompilePool
-from tunedqk.compiler import Program
 from tunedqk.config import KernelConfig, search_space, tuning_key
 from tunedqk.errors import CompilerCrashedError
 from tunedqk.launch import program
@@ -49,14 +50,37 @@ def pool(tmp_path, monkeypatch):
     """A pool whose processes compile (a GPU or not), into a cache of their own."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    pool = CompilePool(0)
+    pool = CompilePool(2)
     yield pool
     pool.close()
 
 
-def encoded(*programs):
-    import msgspec
+CRASHING = """
+from tunedqk import compiler
+compile_program = compiler.compile_program
+def crashing(kernel, program):
+    import os
+    if program.arguments["num_warps"] == 8:
+        os.abort()
+    return compile_program(kernel, program)
+compiler.compile_program = crashing
+main(descriptors)
+"""
 
+
+def replace(program, **arguments):
+    return msgspec.structs.replace(program, arguments=program.arguments | arguments)
+
+
+def _alive(group):
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def encoded(*programs):
     return b"\n".join(msgspec.json.encode(program) for program in programs)
 
 
@@ -67,7 +91,6 @@ def test_what_a_process_compiled_is_found_in_the_cache(pool):
     ]
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(lambda program: pool.compile(H200, program), programs)) == [True] * 3
-    assert len(pool._idle) <= 2
     run = subprocess.run(
         [sys.executable, "-c", COMPILE_HERE], input=encoded(*programs), capture_output=True, check=False
     )
@@ -78,48 +101,73 @@ def test_what_a_process_compiled_is_found_in_the_cache(pool):
 def test_one_process_compiles_for_several_targets(pool, tmp_path):
     for target in (H200, GPUTarget("cuda", 80, 32), GPUTarget("hip", "gfx942", 64)):
         assert pool.compile(target, PROGRAM)
-    assert len(pool._idle) == 1
     suffixes = {path.suffix for path in (tmp_path / "triton").rglob("*.*")}
     assert {".cubin", ".hsaco"} < suffixes
 
 
 def test_a_program_that_does_not_compile_is_done_and_the_process_goes_on(pool):
-    broken = Program("bf16", "bf16", True, {**PROGRAM.arguments, "TILE_SIZE": 48})  # no power of two
-    assert pool.compile(H200, broken)
+    assert pool.compile(H200, replace(PROGRAM, TILE_SIZE=48))  # no power of two
     assert pool.compile(H200, PROGRAM)
-    assert len(pool._idle) == 1
 
 
-def test_a_program_that_takes_the_process_down_is_told_apart(pool):
+def test_a_program_that_takes_the_process_down_is_told_apart(pool, monkeypatch):
+    # The processes' own kernel is replaced by one that no compiler survives, once.
+    monkeypatch.setattr(compile_pool, "_COMPILER", compile_pool._COMPILER.replace("main(descriptors)", CRASHING))
+    with pytest.raises(CompilerCrashedError, match="SIGABRT"):
+        pool.compile(H200, replace(PROGRAM, num_warps=8))
+    assert pool.compile(H200, PROGRAM)  # by its successor
+    with pytest.raises(CompilerCrashedError, match="SIGABRT"):
+        pool.compile(H200, replace(PROGRAM, num_warps=8))
+
+
+def test_an_exception_in_the_process_is_left_for_this_one_to_see(pool, monkeypatch):
+    assert pool.compile(H200, replace(PROGRAM, no_such_option=1))
     assert pool.compile(H200, PROGRAM)
-    (compiler,) = pool._idle
-    os.kill(compiler._process.pid, signal.SIGKILL)
-    with pytest.raises(CompilerCrashedError, match="exit status -9"):
+
+
+def test_processes_that_are_killed_are_told_apart(pool):
+    assert pool.compile(H200, PROGRAM)
+    os.killpg(pool._parent.pid, signal.SIGKILL)
+    with pytest.raises(CompilerCrashedError, match="gone"):
         pool.compile(H200, PROGRAM)
-    assert pool._idle == []
-    assert pool.compile(H200, PROGRAM)  # by another process
+    assert not pool.compile(H200, PROGRAM)
 
 
 @pytest.mark.parametrize(
     ("executable", "problem"),
     [
         pytest.param("/nonexistent/python", "No such file", id="no such program"),
-        pytest.param(sys.executable, "exit status 3", id="one that ends at once"),
+        pytest.param(sys.executable, "ended at once", id="one that ends at once"),
     ],
 )
-def test_without_processes_nothing_is_done_and_one_warning_says_so(monkeypatch, caplog, executable, problem):
+def test_without_processes_nothing_is_done_and_one_warning_says_so(pool, monkeypatch, caplog, executable, problem):
     monkeypatch.setattr(sys, "executable", executable)
     monkeypatch.setattr(compile_pool, "_COMPILER", "raise SystemExit(3)")
-    pool = CompilePool(2)
     with caplog.at_level(logging.WARNING):
         assert [pool.compile(H200, PROGRAM) for _ in range(3)] == [False] * 3
     (message,) = caplog.messages
     assert problem in message
-    assert pool._idle == []
 
 
-def test_close_ends_every_process():
-    pool = CompilePool(2)
-    processes = [compiler._process for compiler in pool._idle]
+def test_close_ends_every_process(pool):
+    assert pool.compile(H200, PROGRAM)
+    group = pool._parent.pid
     pool.close()
-    assert [process.returncode for process in processes] == [-signal.SIGKILL] * 2
+    deadline = time.monotonic() + 20
+    while _alive(group) and time.monotonic() < deadline:  # orphans are reaped by the system when it gets to it
+        time.sleep(0.05)
+    assert not _alive(group)
+
+
+def test_processes_end_with_the_one_that_started_them(tmp_path):
+    start = "import sys, time; from tunedqk.compile_pool import CompilePool; pool = CompilePool(2); pool.start();"
+    start += "print(pool._parent.pid, flush=True); assert all(c.wait() for c in pool._idle); print(flush=True)"
+    start += "; time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE, text=True) as process:
+        group = int(process.stdout.readline())
+        assert process.stdout.readline() == "\n"
+        process.kill()
+    deadline = time.monotonic() + 20
+    while _alive(group) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _alive(group)

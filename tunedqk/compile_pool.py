@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
-from typing import IO, TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from tunedqk.compiler import DONE, READY
+from tunedqk.compiler import DONE, FAILED, READY
 from tunedqk.errors import CompilerCrashedError
 
 if TYPE_CHECKING:
@@ -23,7 +26,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # sys.path goes along because a notebook, a script's folder or a test runner may have changed it.
-_COMPILER = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from tunedqk.compiler import main; main()"
+_COMPILER = """
+import json, sys
+sys.path[:], descriptors = json.loads(sys.argv[1])
+from tunedqk.compiler import main
+main(descriptors)
+"""
 
 
 def processors() -> int:
@@ -31,89 +39,103 @@ def processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class _Compiler:
-    """One process. OSError when it cannot be started."""
+class _Connection:
+    """The way to one compiling process, and to its successor when it has crashed."""
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(  # noqa: S603  our own code
-            [sys.executable, "-c", _COMPILER, json.dumps(sys.path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # what fails there is tried again, and reported, here
-            start_new_session=True,  # an interrupt from the keyboard is not for it
-        )
-        self._requests = cast("IO[bytes]", self._process.stdin)
-        self._answers = cast("IO[bytes]", self._process.stdout)
+    def __init__(self, end: socket.socket) -> None:
+        self._file = end.makefile("rwb")
         self._ready = False
 
+    def _answer(self) -> bytes:
+        try:
+            return self._file.readline()
+        except ConnectionError:
+            return b""
+
     def wait(self) -> bool:
-        """Wait until it is ready; false when it ended instead."""
-        self._ready = self._ready or self._answers.readline() == READY
+        """Wait until there is a process that is ready; false when none comes."""
+        self._ready = self._ready or self._answer() == READY
         return self._ready
 
-    def compile(self, target: GPUTarget, program: Program) -> bool:
-        """Have it compile a program; false when that took it down."""
+    def compile(self, target: GPUTarget, program: Program) -> bytes:
+        """Have it compile a program: DONE, FAILED, or the signal that ended it, if that is known."""
         request = ((target.backend, target.arch, target.warp_size), program)
-        try:
-            self._requests.write(msgspec.json.encode(request) + b"\n")
-            self._requests.flush()
-        except BrokenPipeError:
-            return False
-        return self._answers.readline() == DONE
+        with contextlib.suppress(ConnectionError):  # the answer will tell
+            self._file.write(msgspec.json.encode(request) + b"\n")
+            self._file.flush()
+        answer = self._answer()
+        self._ready = answer == DONE
+        return answer
 
-    def status(self) -> int:
-        """Exit status of a process that no longer answers, negative for a signal."""
-        self._process.communicate()
-        return self._process.returncode
-
-    def end(self) -> None:
-        """End it; it has nothing to save."""
-        self._process.kill()
-        self._process.communicate()
+    def close(self) -> None:
+        """Let go: the process ends."""
+        with contextlib.suppress(ConnectionError):
+            self._file.close()
 
 
 class CompilePool:
-    """As many processes as threads call `compile` at a time, `start` of them at once; `close` ends them."""
+    """`count` compiling processes; for as many threads, which wait for theirs. `close` ends them."""
 
-    def __init__(self, start: int) -> None:
+    def __init__(self, count: int) -> None:
         self._lock = threading.Lock()
-        self._idle: list[_Compiler] = []
-        self._problem: object = None  # why no process can be started
-        for _ in range(start):
-            self._start()
+        self._count = count
+        self._parent: subprocess.Popen[bytes] | None = None
+        self._idle: list[_Connection] = []
+        self._problem: object = None  # why there are no processes
+
+    def start(self) -> None:
+        """Start the processes, if that has not been done, and do not wait for them."""
+        with self._lock:
+            if self._parent is not None or self._problem is not None:
+                return
+            pairs = [socket.socketpair() for _ in range(self._count)]
+            theirs = [their.fileno() for _, their in pairs]
+            try:
+                self._parent = subprocess.Popen(  # noqa: S603  our own code
+                    [sys.executable, "-c", _COMPILER, json.dumps([sys.path, theirs])],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,  # what fails there is tried again, and reported, here
+                    pass_fds=theirs,
+                    start_new_session=True,  # an interrupt from the keyboard is not for them
+                )
+            except (OSError, ValueError) as error:  # ValueError: a system on which processes do not fork
+                self._give_up(error)
+            for our, their in pairs:
+                their.close()
+                self._idle.append(_Connection(our))
+                our.close()  # the connection's file keeps it open
 
     def compile(self, target: GPUTarget, program: Program) -> bool:
         """Have a process compile, and wait. Compiling it here then takes milliseconds, or fails as it did there.
 
         CompilerCrashedError when the program takes the process down. False where none can be started: nothing is done.
         """
-        while compiler := self._take():
-            if not compiler.wait():
-                self._give_up(f"exit status {compiler.status()}")
-            elif compiler.compile(target, program):
-                with self._lock:
-                    self._idle.append(compiler)
-                return True
-            else:
-                raise CompilerCrashedError(f"the compiler's process ended with exit status {compiler.status()}")
-        return False
+        self.start()
+        with self._lock:
+            connection = self._idle.pop() if self._idle and self._problem is None else None
+        if connection is None:
+            return False
+        try:
+            if not connection.wait():
+                self._give_up("the first of them ended at once")
+                return False
+            answer = connection.compile(target, program)
+        finally:
+            with self._lock:
+                self._idle.append(connection)
+        if answer not in {DONE, FAILED}:
+            raise CompilerCrashedError(f"the compiler crashed: {answer.decode().strip() or 'its process is gone'}")
+        return True
 
     def close(self) -> None:
         """End the processes; nothing is being compiled."""
         while self._idle:
-            self._idle.pop().end()
-
-    def _take(self) -> _Compiler | None:
-        with self._lock:
-            if not self._idle and self._problem is None:
-                self._start()
-            return self._idle.pop() if self._idle else None
-
-    def _start(self) -> None:
-        try:
-            self._idle.append(_Compiler())
-        except OSError as error:
-            self._give_up(error)
+            self._idle.pop().close()
+        if self._parent is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._parent.pid, signal.SIGKILL)  # they have nothing to save
+            self._parent.wait()
 
     def _give_up(self, problem: object) -> None:
         if self._problem is None:

@@ -1,13 +1,15 @@
-"""Compiling the fast kernel: here, or in a process that does nothing else.
+"""Compiling the fast kernel: here, or in processes that do nothing else.
 
-torch is not imported here, so that such a process is ready in a third of a second. Python's global lock lets threads
-compile hardly more than two kernels at a time; processes have a lock each, and meet in Triton's cache on disk.
+Python's global lock lets threads compile hardly more than two kernels at a time; processes have a lock each, and meet
+in Triton's cache on disk. They are forked from one that imports no torch, starts no thread and sees no GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import socket
 import sys
 import types
 from typing import TYPE_CHECKING
@@ -16,16 +18,20 @@ import msgspec
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.errors import TritonError
-from triton.runtime import driver
+from triton.runtime import cache, driver
 
 from tunedqk.kernels.vectorized import UNSPECIALISED, qk_score_kernel
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from triton.compiler import CompiledKernel
     from triton.runtime import JITFunction
 
 READY = b"ready\n"
 DONE = b"done\n"
+FAILED = b"failed\n"
+MAX_REPLACEMENTS = 100
 
 Target = tuple[str, int | str, int]
 """Backend, architecture and warp size: a GPUTarget."""
@@ -83,26 +89,64 @@ class _TargetDriver:
         return 0
 
 
-def _do_without_torch() -> None:
-    """Triton looks for `torch.Tensor` when it sees a pointer; importing torch for that would take seconds."""
+def _prepare() -> None:
+    """What takes long and is the same for every program, so that forked processes need not repeat it."""
+    # Triton looks for `torch.Tensor` when it sees a pointer; importing torch for that would take seconds.
     torch = types.ModuleType("torch")
     torch.Tensor = type("Tensor", (), {})  # type: ignore[attr-defined]
     sys.modules["torch"] = torch
+    if hasattr(cache, "triton_key"):  # Triton's hash of itself, which it remembers: half a gigabyte is read for it
+        cache.triton_key()
 
 
-def main() -> None:
-    """Compile what standard input asks for: in each line a target and a program, as JSON.
+def _serve(connection: socket.socket) -> None:
+    """Compile what comes over a connection until it ends: in each line a target and a program, as JSON.
 
-    Answers READY to begin with, and DONE after each program. One that fails is also done: who asked will try it again,
-    see it fail, and report it.
+    Answers READY to begin with, and DONE after each program. One that fails, however, is also done: who asked will try
+    it again, see it fail, and report it.
     """
-    _do_without_torch()
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what a compiler prints is no answer
-    answers.write(READY)
-    for line in sys.stdin.buffer:
+    connection.sendall(READY)
+    for line in connection.makefile("rb"):
         target, program = msgspec.json.decode(line, type=tuple[Target, Program])
         driver.set_active(_TargetDriver(GPUTarget(*target)))
         with contextlib.suppress(TritonError, RuntimeError):  # RuntimeError: a failed compiler pass
             compile_program(qk_score_kernel, program)
-        answers.write(DONE)
+        connection.sendall(DONE)
+
+
+def _fork(connection: socket.socket, others: Iterable[socket.socket]) -> int:
+    """Start a process that serves one connection; its id."""
+    process = os.fork()
+    if process == 0:
+        status = 1
+        try:
+            for other in others:
+                if other is not connection:
+                    other.close()  # else it would not end when this process is gone
+            _serve(connection)
+            status = 0
+        finally:
+            os._exit(status)
+    return process
+
+
+def main(descriptors: list[int]) -> None:
+    """Serve each of these sockets by a forked process. Ends when all connections have ended.
+
+    A process that a program takes down is replaced: the answer is then FAILED for an exception (who asked will see the
+    same one), or else the name of the signal.
+    """
+    _prepare()
+    connections = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+    serving = {_fork(connection, connections): connection for connection in connections}
+    replacements = 0
+    while serving:
+        process, status = os.wait()
+        connection = serving.pop(process)
+        if status and replacements < MAX_REPLACEMENTS:
+            replacements += 1
+            code = os.waitstatus_to_exitcode(status)
+            answer = FAILED if code > 0 else signal.Signals(-code).name.encode() + b"\n"
+            with contextlib.suppress(OSError):  # nobody asks any more
+                connection.sendall(answer)
+                serving[_fork(connection, connections)] = connection

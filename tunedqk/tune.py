@@ -89,14 +89,12 @@ def _search(
     configs = candidates(key, door.device)
     # Compiling takes longest: it runs while tensors are made, and while what is ready is validated.
     with contextlib.closing(_Builder(door, variant, configs)) as builder:
-        first, *others = configs
-        builds = {first: builder.submit_here(variant, first)}
-        builds |= {config: builder.submit(variant, config) for config in others}
+        builds = {config: builder.submit(variant, config) for config in configs}
         workload = Workload(door.device, variant, key.seq_len)
         screening = _Screening(key, door, workload.screening, builds)
         screening.run()
         finalists = screening.fastest(incumbent)
-        for config in list(finalists)[:2]:  # the winner's twin will be asked for
+        for config in finalists:  # the winner's twin will be asked for
             builder.submit(float32_twin(variant), config)
         samples = _screened(screening, finalists) if interpreting() else _compare(finalists, workload)
     timings = _timings(samples, workload.shapes, floor_us)
@@ -105,25 +103,22 @@ def _search(
 
 
 class _Builder:
-    """Builds binaries for a door; processes of their own compile them, as many at a time as there are processors."""
+    """Builds binaries for a door; processes compile them, as many at a time as there are processors."""
 
     def __init__(self, door: Door, variant: Variant, configs: list[KernelConfig]) -> None:
         self._door = door
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(min(len(configs), processors()))
+        self._threads = ThreadPoolExecutor(processors())
         self._compilers: CompilePool | None = None
         if not interpreting():
-            missing = sum(not is_built(door.device, variant, config) for config in configs)
-            self._compilers = CompilePool(min(missing, processors()))
-            self._target = target_of(door.device)  # the first time in a process it takes a third of a second
+            self._compilers = CompilePool(processors())
+            if not all(is_built(door.device, variant, config) for config in configs):
+                self._compilers.start()  # before the target is asked for: that can take a third of a second
+            self._target = target_of(door.device)
 
     def submit(self, variant: Variant, config: KernelConfig) -> Future[Built]:
         """Start to build."""
         return self._threads.submit(self._build, variant, config)
-
-    def submit_here(self, variant: Variant, config: KernelConfig) -> Future[Built]:
-        """The same, in this process: meanwhile the others start, and it prepares what Triton needs once a process."""
-        return self._threads.submit(self._build_here, variant, config)
 
     def _build(self, variant: Variant, config: KernelConfig) -> Built:
         if self._compilers is None or is_built(self._door.device, variant, config):
@@ -132,11 +127,8 @@ class _Builder:
             compiled = self._compilers.compile(self._target, program(variant, config))
         except CompilerCrashedError as error:
             return Built(None, Verdict(DID_NOT_COMPILE, what=str(error)))
-        return self._build_here(variant, config) if compiled else self._door.build(variant, config)
-
-    def _build_here(self, variant: Variant, config: KernelConfig) -> Built:
-        # One at a time: Triton does not see that another thread is making what it lacks, and makes it again.
-        with self._lock:
+        # One at a time, since that is quick, and each would make what Triton makes once in a process.
+        with self._lock if compiled else contextlib.nullcontext():
             return self._door.build(variant, config)
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ MEMORY_LIMIT = 1 << 30  # bytes of keys, for all sets of a shape
 MEMORY_SHARE = 0.4  # of what is free
 OUTPUT_SHARE = 0.1  # of what is free, for each shape's outputs
 REPLAY_US = 400.0  # a replay is made about this long, so that its events' own cost vanishes
+MAX_REPLAY_US = 1000.0
 ASSUMED_BANDWIDTH = 3e6  # bytes a microsecond, to size a replay
 
 
@@ -72,10 +73,16 @@ class Workload:
         seq_len: int,
         batches: tuple[int, ...] = BATCHES,
         limit: int = MEMORY_LIMIT,
+        replay_us: float = MAX_REPLAY_US,
     ) -> None:
-        """Batches that do not fit are left out; TuningDeclinedError when not even the smallest fits what is free."""
+        """Batches that do not fit are left out; TuningDeclinedError when not even the smallest fits what is free.
+
+        replay_us: outputs rotate through no more launches than fit in this. With few rows it takes longer to write as
+        much as L2 holds, and to choose a config it is not worth it: there writes are 1 % of the bytes.
+        """
         self.device = device
         self.variant = variant
+        self._replay_us = replay_us
         self.seq_len, self.kv_heads = seq_len, KV_HEADS
         if device.type != "cuda":
             # Each program takes the interpreter milliseconds, and its times mean nothing: the pipeline is what counts.
@@ -109,9 +116,11 @@ class Workload:
         q_heads = self.kv_heads * self.variant.group
         keys = [self._pool[i * size : (i + 1) * size].view(shape) for i in range(sets)]
         out_bytes = batch * q_heads * self.seq_len * self.variant.out_dtype.itemsize
+        key_bytes = size * self.variant.dtype.itemsize
+        most = self._replay_us * ASSUMED_BANDWIDTH / (key_bytes + out_bytes)
         outputs = [
             torch.empty(batch, q_heads, self.seq_len, dtype=self.variant.out_dtype, device=self.device)
-            for _ in range(max(1, -(-self._output_bytes // out_bytes)))
+            for _ in range(max(1, math.ceil(min(most, self._output_bytes / out_bytes))))
         ]
         launches = max(sets, len(outputs))
         return TimedShape(
