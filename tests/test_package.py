@@ -28,7 +28,7 @@ LAYERS = (
     {"kernels", "records", "db"},
     {"compiler", "compile_pool"},
     {"launch", "inputs", "validate", "accept", "arguments", "timing", "floor", "workload"},
-    {"tune"},
+    {"builder", "tune"},
     {"resolve", "score", "pretune"},
     {"op", "report", "cli"},
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -12,14 +13,16 @@ import mutants
 import pytest
 import torch
 import triton
+from triton import knobs
 from triton.runtime.errors import OutOfResources
 
 import tunedqk
-from tunedqk import accept, launch, tune, validate
+from tunedqk import accept, builder, launch, tune, validate
 from tunedqk.accept import Door
+from tunedqk.compile_pool import CompilePool
 from tunedqk.config import KernelConfig, search_space, tuning_key
 from tunedqk.device import interpreting, toolchain
-from tunedqk.errors import NoAcceptedConfigError, RejectedConfigError, TuningDeclinedError
+from tunedqk.errors import CompilerCrashedError, NoAcceptedConfigError, RejectedConfigError, TuningDeclinedError
 from tunedqk.timing import Sample
 from tunedqk.validate import Validator
 from tunedqk.workload import TimedShape, Workload
@@ -68,8 +71,8 @@ def autotuned(monkeypatch):
 
 def spoil(monkeypatch, *configs):
     """Make the binaries of these configs skip a position; of all configs if none is given."""
-    builder = mutants.builder(mutants.LAST_POSITION_SKIPPED, lambda _, config: not configs or config in configs)
-    monkeypatch.setattr(accept, "build", builder)
+    build = mutants.builder(mutants.LAST_POSITION_SKIPPED, lambda _, config: not configs or config in configs)
+    monkeypatch.setattr(accept, "build", build)
 
 
 def hash_of(device, config, key=KEY):
@@ -216,6 +219,40 @@ def test_candidates_that_do_not_compile_are_counted(make_door, few, monkeypatch)
     assert entry.rejected == {"out of resources": 1, "did not compile": 1}
 
 
+def test_a_candidate_that_crashes_the_compiler_is_counted_and_not_built_here(make_door, few, monkeypatch):
+    def compile_elsewhere(_, __, asked):
+        if asked.arguments["CHUNK_SIZE"] == few[0].CHUNK_SIZE:
+            raise CompilerCrashedError("the compiler crashed: SIGSEGV")
+        return True
+
+    def build(device, variant, config):
+        assert config != few[0]
+        return launch.build(device, variant, config)
+
+    monkeypatch.setattr(builder, "interpreting", lambda: False)
+    monkeypatch.setattr(builder, "target_of", lambda _: None)
+    monkeypatch.setattr(builder, "is_built", lambda *_: False)
+    monkeypatch.setattr(CompilePool, "start", lambda _: None)
+    monkeypatch.setattr(CompilePool, "compile", compile_elsewhere)
+    monkeypatch.setattr(accept, "build", build)
+    entry = tune.tune(KEY, make_door())
+    assert entry.config in few[1:]
+    assert entry.rejected == {"did not compile": 1}
+
+
+@pytest.mark.gpu
+def test_candidates_are_compiled_by_other_processes(make_door, tmp_path, monkeypatch):
+    key = tuning_key(1, 24, "float16", 1)  # no other test compiles it
+    compiled = Counter()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(
+        knobs.compilation, "listener", lambda *, src, cache_hit, **_: compiled.update([(src.name, cache_hit)])
+    )
+    tune.tune(key, make_door())
+    assert compiled["qk_score_kernel", True] >= len(search_space(key))
+    assert compiled["qk_score_kernel", False] == 0
+
+
 def test_all_wrong_is_an_error_and_all_verdicts_are_stored(device, make_door, few, monkeypatch):
     spoil(monkeypatch)
     door = make_door()
@@ -278,8 +315,8 @@ def test_a_winner_whose_fp32_twin_is_wrong_gives_way(make_door, few, monkeypatch
 
 def test_the_search_stops_when_no_finalist_has_a_right_twin(make_door, few, monkeypatch):
     key = tuning_key(1, 16, "bfloat16", 1)
-    builder = mutants.builder(mutants.BF16_PRODUCTS, lambda variant, _: variant.out_dtype == torch.float32)
-    monkeypatch.setattr(accept, "build", builder)
+    build = mutants.builder(mutants.BF16_PRODUCTS, lambda variant, _: variant.out_dtype == torch.float32)
+    monkeypatch.setattr(accept, "build", build)
     with pytest.raises(NoAcceptedConfigError, match="'wrong result': 3"):
         tune.tune(key, make_door())
 

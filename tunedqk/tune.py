@@ -8,40 +8,28 @@ comparing in turns and over several batch sizes, follows from our own records.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 
-from tunedqk.accept import Built, float32_twin, now
-from tunedqk.compile_pool import CompilePool, processors
+from tunedqk.accept import float32_twin, now
+from tunedqk.builder import Builder
 from tunedqk.config import KernelConfig, TuningKey, fits_shared_memory, search_space
 from tunedqk.device import interpreting, toolchain
-from tunedqk.errors import CompilerCrashedError, NoAcceptedConfigError, RejectedConfigError
+from tunedqk.errors import NoAcceptedConfigError, RejectedConfigError
 from tunedqk.kernels.vectorized import qk_score_kernel
-from tunedqk.launch import (
-    TORCH_DTYPES,
-    Binary,
-    Variant,
-    geometry,
-    is_built,
-    program,
-    shape_constexprs,
-    target_of,
-    triton_config,
-)
+from tunedqk.launch import TORCH_DTYPES, Binary, Variant, geometry, shape_constexprs, triton_config
 from tunedqk.records import Entry, Shape, Timing
 from tunedqk.timing import Sample, ScreenTimer, interleave
-from tunedqk.validate import DID_NOT_COMPILE, Verdict
 from tunedqk.workload import TimedShape, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from concurrent.futures import Future
 
-    from tunedqk.accept import Door
+    from tunedqk.accept import Built, Door
 
 FINALISTS = 6
 ROUNDS = 5
@@ -88,7 +76,7 @@ def _search(
     variant = tuned_variant(key)
     configs = candidates(key, door.device)
     # Compiling takes longest: it runs while tensors are made, and while what is ready is validated.
-    with contextlib.closing(_Builder(door, variant, configs)) as builder:
+    with contextlib.closing(Builder(door, variant, configs)) as builder:
         builds = {config: builder.submit(variant, config) for config in configs}
         workload = Workload(door.device, variant, key.seq_len)
         screening = _Screening(key, door, workload.screening, builds)
@@ -100,42 +88,6 @@ def _search(
     timings = _timings(samples, workload.shapes, floor_us)
     winner = _first_that_holds(key, door, timings, screening.rejected, incumbent)
     return Entry(key, winner, timings[winner], dict(screening.rejected), toolchain(), now())
-
-
-class _Builder:
-    """Builds binaries for a door; processes compile them, as many at a time as there are processors."""
-
-    def __init__(self, door: Door, variant: Variant, configs: list[KernelConfig]) -> None:
-        self._door = door
-        self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(processors())
-        self._compilers: CompilePool | None = None
-        if not interpreting():
-            self._compilers = CompilePool(processors())
-            if not all(is_built(door.device, variant, config) for config in configs):
-                self._compilers.start()  # before the target is asked for: that can take a third of a second
-            self._target = target_of(door.device)
-
-    def submit(self, variant: Variant, config: KernelConfig) -> Future[Built]:
-        """Start to build."""
-        return self._threads.submit(self._build, variant, config)
-
-    def _build(self, variant: Variant, config: KernelConfig) -> Built:
-        if self._compilers is None or is_built(self._door.device, variant, config):
-            return self._door.build(variant, config)
-        try:
-            compiled = self._compilers.compile(self._target, program(variant, config))
-        except CompilerCrashedError as error:
-            return Built(None, Verdict(DID_NOT_COMPILE, what=str(error)))
-        # One at a time, since that is quick, and each would make what Triton makes once in a process.
-        with self._lock if compiled else contextlib.nullcontext():
-            return self._door.build(variant, config)
-
-    def close(self) -> None:
-        """Finish what is being built, and start no more."""
-        self._threads.shutdown(cancel_futures=True)
-        if self._compilers is not None:
-            self._compilers.close()
 
 
 class _Screening:

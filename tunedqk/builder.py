@@ -1,0 +1,55 @@
+"""Building the candidates of a key in parallel, for a door."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from tunedqk.accept import Built
+from tunedqk.compile_pool import CompilePool, processors
+from tunedqk.device import interpreting
+from tunedqk.errors import CompilerCrashedError
+from tunedqk.launch import Variant, is_built, program, target_of
+from tunedqk.validate import DID_NOT_COMPILE, Verdict
+
+if TYPE_CHECKING:
+    from tunedqk.accept import Door
+    from tunedqk.config import KernelConfig
+
+
+class Builder:
+    """Builds binaries for a door; processes compile them, as many at a time as there are processors."""
+
+    def __init__(self, door: Door, variant: Variant, configs: list[KernelConfig]) -> None:
+        self._door = door
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(processors())
+        self._compilers: CompilePool | None = None
+        if not interpreting():
+            self._compilers = CompilePool(processors())
+            if not all(is_built(door.device, variant, config) for config in configs):
+                self._compilers.start()  # before the target is asked for: that can take a third of a second
+            self._target = target_of(door.device)
+
+    def submit(self, variant: Variant, config: KernelConfig) -> Future[Built]:
+        """Start to build."""
+        return self._threads.submit(self._build, variant, config)
+
+    def _build(self, variant: Variant, config: KernelConfig) -> Built:
+        if self._compilers is None or is_built(self._door.device, variant, config):
+            return self._door.build(variant, config)
+        try:
+            compiled = self._compilers.compile(self._target, program(variant, config))
+        except CompilerCrashedError as error:
+            return Built(None, Verdict(DID_NOT_COMPILE, what=str(error)))
+        # One at a time, since that is quick, and each would make what Triton makes once in a process.
+        with self._lock if compiled else contextlib.nullcontext():
+            return self._door.build(variant, config)
+
+    def close(self) -> None:
+        """Finish what is being built, and start no more."""
+        self._threads.shutdown(cancel_futures=True)
+        if self._compilers is not None:
+            self._compilers.close()
