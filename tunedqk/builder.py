@@ -7,6 +7,8 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from triton import knobs
+
 from tunedqk.accept import Built
 from tunedqk.compile_pool import CompilePool, processors
 from tunedqk.device import interpreting
@@ -25,10 +27,11 @@ class Builder:
     def __init__(self, door: Door, variant: Variant, configs: list[KernelConfig]) -> None:
         self._door = door
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(processors())
+        workers = min(processors(), len(configs))
+        self._threads = ThreadPoolExecutor(workers)
         self._compilers: CompilePool | None = None
-        if not interpreting():
-            self._compilers = CompilePool(processors())
+        if not interpreting() and not knobs.compilation.always_compile:  # else Triton's cache is not looked at
+            self._compilers = CompilePool(workers)
             if not all(is_built(door.device, variant, config) for config in configs):
                 self._compilers.start()  # before the target is asked for: that can take a third of a second
             self._target = target_of(door.device)

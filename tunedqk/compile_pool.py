@@ -86,25 +86,32 @@ class CompilePool:
     def start(self) -> None:
         """Start the processes, if that has not been done, and do not wait for them."""
         with self._lock:
-            if self._parent is not None or self._problem is not None:
-                return
-            pairs = [socket.socketpair() for _ in range(self._count)]
-            theirs = [their.fileno() for _, their in pairs]
-            try:
-                self._parent = subprocess.Popen(  # noqa: S603  our own code
-                    [sys.executable, "-c", _COMPILER, json.dumps([sys.path, theirs])],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,  # what fails there is tried again, and reported, here
-                    pass_fds=theirs,
-                    start_new_session=True,  # an interrupt from the keyboard is not for them
-                )
-            except (OSError, ValueError) as error:  # ValueError: a system on which processes do not fork
-                self._give_up(error)
-            for our, their in pairs:
-                their.close()
-                self._idle.append(_Connection(our))
-                our.close()  # the connection's file keeps it open
+            if self._parent is None and self._problem is None:
+                try:
+                    self._start()
+                except (OSError, ValueError) as error:  # ValueError: a system on which processes do not fork
+                    self._give_up(error)
+
+    def _start(self) -> None:
+        if not sys.executable:
+            raise OSError("sys.executable is not set")
+        with contextlib.ExitStack() as theirs:
+            descriptors = []
+            for _ in range(self._count):
+                our, their = socket.socketpair()
+                theirs.enter_context(their)
+                descriptors.append(their.fileno())
+                with our:  # the connection's file keeps it open
+                    self._idle.append(_Connection(our))
+            arguments = json.dumps([[str(folder) for folder in sys.path], descriptors])
+            self._parent = subprocess.Popen(  # noqa: S603  our own code
+                [sys.executable, "-c", _COMPILER, arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # what fails there is tried again, and reported, here
+                pass_fds=descriptors,
+                start_new_session=True,  # an interrupt from the keyboard is not for them
+            )
 
     def compile(self, target: GPUTarget, program: Program) -> bool:
         """Have a process compile, and wait. Compiling it here then takes milliseconds, or fails as it did there.
