@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -55,21 +56,36 @@ def pool(tmp_path, monkeypatch):
     pool.close()
 
 
-CRASHING = """
+# Their own way to compile is replaced: num_warps says what happens.
+STAGED = """
+import os, signal
 from tunedqk import compiler
 compile_program = compiler.compile_program
-def crashing(kernel, program):
-    import os
-    if program.arguments["num_warps"] == 8:
-        os.abort()
+def staged(kernel, program):
+    match program.arguments["num_warps"]:
+        case 8: os.abort()
+        case 16: os._exit(0)
+        case 17: os._exit(1)
+        case 18: os.kill(os.getpid(), signal.SIGKILL)
+        case 19: raise KeyError("num_warps")
     return compile_program(kernel, program)
-compiler.compile_program = crashing
+compiler.compile_program = staged
 main(descriptors)
 """
 
 
+@pytest.fixture
+def staged(pool, monkeypatch):
+    monkeypatch.setattr(compile_pool, "_COMPILER", compile_pool._COMPILER.replace("main(descriptors)", STAGED))
+    return pool
+
+
 def replace(program, **arguments):
     return msgspec.structs.replace(program, arguments=program.arguments | arguments)
+
+
+def _children(process):
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
 
 
 def _alive(group):
@@ -110,34 +126,119 @@ def test_a_program_that_does_not_compile_is_done_and_the_process_goes_on(pool):
     assert pool.compile(H200, PROGRAM)
 
 
-def test_a_program_that_takes_the_process_down_is_told_apart(pool, monkeypatch):
-    # The processes' own kernel is replaced by one that no compiler survives, once.
-    monkeypatch.setattr(compile_pool, "_COMPILER", compile_pool._COMPILER.replace("main(descriptors)", CRASHING))
-    with pytest.raises(CompilerCrashedError, match="SIGABRT"):
-        pool.compile(H200, replace(PROGRAM, num_warps=8))
-    assert pool.compile(H200, PROGRAM)  # by its successor
-    with pytest.raises(CompilerCrashedError, match="SIGABRT"):
-        pool.compile(H200, replace(PROGRAM, num_warps=8))
+@pytest.mark.parametrize(
+    ("num_warps", "cause"), [pytest.param(8, "SIGABRT", id="abort"), pytest.param(17, "exit status 1", id="exit 1")]
+)
+def test_a_program_that_takes_the_process_down_is_told_apart(staged, num_warps, cause):
+    for _ in range(2):
+        with pytest.raises(CompilerCrashedError, match=cause):
+            staged.compile(H200, replace(PROGRAM, num_warps=num_warps))
+        assert staged.compile(H200, PROGRAM)  # by its successor
 
 
-def test_an_exception_in_the_process_is_left_for_this_one_to_see(pool, monkeypatch):
-    assert pool.compile(H200, replace(PROGRAM, no_such_option=1))
+def test_a_crash_is_blamed_on_no_other(staged):
+    with ThreadPoolExecutor(2) as threads:
+        futures = [threads.submit(staged.compile, H200, replace(PROGRAM, num_warps=n)) for n in (8, 1, 8, 2, 1, 8, 2)]
+    crashed = [isinstance(future.exception(), CompilerCrashedError) for future in futures]
+    assert crashed == [True, False, True, False, False, True, False]
+
+
+def test_an_exception_in_the_process_is_left_for_this_one_to_see(staged):
+    assert staged.compile(H200, replace(PROGRAM, no_such_option=1))
+    assert staged.compile(H200, replace(PROGRAM, num_warps=19))
+    assert staged.compile(H200, PROGRAM)
+
+
+def test_a_kill_from_outside_is_no_verdict(staged):
+    assert not staged.compile(H200, replace(PROGRAM, num_warps=18))
+    assert staged.compile(H200, PROGRAM)
+
+
+@pytest.mark.parametrize("end", [pytest.param(16, id="exit 0"), pytest.param(8, id="no more replacements")])
+def test_a_process_that_has_no_successor_is_not_waited_for(staged, monkeypatch, end):
+    limit = "compiler.MAX_REPLACEMENTS = 0\nmain(descriptors)"
+    monkeypatch.setattr(compile_pool, "_COMPILER", compile_pool._COMPILER.replace("main(descriptors)", limit))
+    assert not staged.compile(H200, replace(PROGRAM, num_warps=end))
+    assert not staged.compile(H200, PROGRAM)
+
+
+def test_a_process_that_died_idle_is_replaced_and_nothing_is_mixed_up(staged):
+    assert staged.compile(H200, PROGRAM)
+    for process in _children(staged._parent.pid):
+        os.kill(process, signal.SIGKILL)
+    assert staged.compile(H200, PROGRAM)
+    with pytest.raises(CompilerCrashedError):
+        staged.compile(H200, replace(PROGRAM, num_warps=8))
+    assert staged.compile(H200, PROGRAM)
+
+
+def test_an_interrupted_request_is_not_answered_to_the_next(staged, monkeypatch):
+    answer = compile_pool._Connection._answer
+
+    def interrupted(connection):
+        if connection._number:
+            raise KeyboardInterrupt
+        return answer(connection)
+
+    monkeypatch.setattr(compile_pool._Connection, "_answer", interrupted)
+    for _ in range(2):  # both processes
+        with pytest.raises(KeyboardInterrupt):
+            staged.compile(H200, PROGRAM)
+    monkeypatch.undo()
+    with pytest.raises(CompilerCrashedError):
+        staged.compile(H200, replace(PROGRAM, num_warps=8))
+
+
+def test_crashes_are_seen_though_the_signal_of_dead_children_is_ignored(staged):
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        staged.start()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    with pytest.raises(CompilerCrashedError):
+        staged.compile(H200, replace(PROGRAM, num_warps=8))
+
+
+def test_the_search_path_goes_along_and_the_current_folder_does_not(pool, tmp_path, monkeypatch):
+    (tmp_path / "json.py").write_text("raise SystemExit(3)")
+    (tmp_path / "ast.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [Path(folder) for folder in sys.path if folder])
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # set too late for this process, and not for those
     assert pool.compile(H200, PROGRAM)
+    assert list((tmp_path / "triton").rglob("*.cubin"))
 
 
-def test_processes_that_are_killed_are_told_apart(pool):
+def test_a_silent_process_is_not_waited_for_without_end(pool, monkeypatch):
+    monkeypatch.setattr(compile_pool, "START_TIMEOUT", 0.5)
+    monkeypatch.setattr(compile_pool, "_COMPILER", "import time; time.sleep(60)")
+    assert not pool.compile(H200, PROGRAM)
+
+
+def test_processes_that_are_all_gone_are_no_verdict(pool):
     assert pool.compile(H200, PROGRAM)
     os.killpg(pool._parent.pid, signal.SIGKILL)
-    with pytest.raises(CompilerCrashedError, match="gone"):
-        pool.compile(H200, PROGRAM)
     assert not pool.compile(H200, PROGRAM)
+    assert not pool.compile(H200, PROGRAM)
+
+
+def test_who_waits_for_a_process_that_is_killed_goes_on(staged):
+    staged.start()
+    assert all(connection.wait() for connection in staged._idle)
+    with ThreadPoolExecutor(1) as threads:
+        os.killpg(staged._parent.pid, signal.SIGSTOP)
+        future = threads.submit(staged.compile, H200, PROGRAM)
+        staged.kill()
+        assert future.result(timeout=60) is False
 
 
 @pytest.mark.parametrize(
     ("executable", "problem"),
     [
         pytest.param("/nonexistent/python", "No such file", id="no such program"),
-        pytest.param(sys.executable, "ended at once", id="one that ends at once"),
+        pytest.param(None, "not set", id="none"),
+        pytest.param(sys.executable, "never began", id="one that ends at once"),
     ],
 )
 def test_without_processes_nothing_is_done_and_one_warning_says_so(pool, monkeypatch, caplog, executable, problem):

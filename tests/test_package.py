@@ -27,7 +27,7 @@ LAYERS = (
     {"config", "device", "errors"},
     {"kernels", "records", "db"},
     {"compiler", "compile_pool"},
-    {"launch", "inputs", "validate", "accept", "arguments", "timing", "floor", "workload"},
+    {"launch", "inputs", "validate", "accept", "arguments", "call", "timing", "floor", "workload"},
     {"builder", "tune"},
     {"resolve", "score", "pretune"},
     {"op", "report", "cli"},

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import math
+import threading
 import weakref
 from collections import Counter
+from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
@@ -219,14 +221,22 @@ def test_candidates_that_do_not_compile_are_counted(make_door, few, monkeypatch)
     assert entry.rejected == {"out of resources": 1, "did not compile": 1}
 
 
-def test_a_candidate_that_crashes_the_compiler_is_counted_and_not_built_here(make_door, few, monkeypatch):
+@pytest.mark.parametrize("twin", [pytest.param(False, id="itself"), pytest.param(True, id="its twin")])
+def test_a_candidate_that_crashes_the_compiler_is_counted_and_not_built_here(make_door, few, monkeypatch, twin):
+    key = tuning_key(1, 16, "bfloat16", 1)
+    crashing = few if twin else few[:1]
+
+    def crashes(out_dtype, config):
+        return config in crashing[:2] and (out_dtype == torch.float32) == twin
+
     def compile_elsewhere(_, __, asked):
-        if asked.arguments["CHUNK_SIZE"] == few[0].CHUNK_SIZE:
+        out_dtype = torch.float32 if asked.out_dtype == "fp32" else torch.bfloat16
+        if any(crashes(out_dtype, config) and asked.arguments["CHUNK_SIZE"] == config.CHUNK_SIZE for config in few):
             raise CompilerCrashedError("the compiler crashed: SIGSEGV")
         return True
 
     def build(device, variant, config):
-        assert config != few[0]
+        assert not crashes(variant.out_dtype, config)
         return launch.build(device, variant, config)
 
     monkeypatch.setattr(builder, "interpreting", lambda: False)
@@ -235,9 +245,55 @@ def test_a_candidate_that_crashes_the_compiler_is_counted_and_not_built_here(mak
     monkeypatch.setattr(CompilePool, "start", lambda _: None)
     monkeypatch.setattr(CompilePool, "compile", compile_elsewhere)
     monkeypatch.setattr(accept, "build", build)
-    entry = tune.tune(KEY, make_door())
-    assert entry.config in few[1:]
-    assert entry.rejected == {"did not compile": 1}
+    entry = tune.tune(key, make_door())
+    if twin:  # of the two, those that came before the winner
+        assert entry.config == few[2]
+        assert set(entry.rejected) <= {"did not compile"}
+    else:
+        assert entry.config in few[1:]
+        assert entry.rejected == {"did not compile": 1}
+
+
+def test_what_is_not_built_when_tuning_ends_is_left(make_door, few, monkeypatch):
+    started, going_on = threading.Event(), threading.Event()
+    killed = []
+
+    def compile_elsewhere(*_):
+        started.set()
+        assert going_on.wait(60)
+        return False
+
+    def kill(_):
+        killed.append(True)
+        going_on.set()
+
+    def interrupted(*_):
+        assert started.wait(60)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(builder, "interpreting", lambda: False)
+    monkeypatch.setattr(builder, "target_of", lambda _: None)
+    monkeypatch.setattr(builder, "is_built", lambda *_: False)
+    monkeypatch.setattr(CompilePool, "start", lambda _: None)
+    monkeypatch.setattr(CompilePool, "compile", compile_elsewhere)
+    monkeypatch.setattr(CompilePool, "kill", kill)
+    monkeypatch.setattr(accept, "build", lambda *_: pytest.fail("built though nobody waits"))
+    monkeypatch.setattr(tune, "Workload", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tune.tune(KEY, make_door())
+    assert killed
+
+
+def test_a_builder_that_finds_no_target_leaves_no_process(make_door, few, monkeypatch):
+    closed = []
+    monkeypatch.setattr(builder, "interpreting", lambda: False)
+    monkeypatch.setattr(CompilePool, "start", lambda _: None)
+    monkeypatch.setattr(CompilePool, "close", lambda _: closed.append(True))
+    monkeypatch.setattr(builder, "is_built", lambda *_: False)
+    monkeypatch.setattr(builder, "target_of", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        tune.tune(KEY, make_door())
+    assert closed == [True]
 
 
 @pytest.mark.gpu
@@ -348,7 +404,9 @@ def samples_of(**medians):
 def winner_of(samples, incumbent=None, door=None):
     shapes = [SHAPE] * len(next(iter(samples.values())))
     timings = tune._timings(samples, shapes, None)
-    return tune._first_that_holds(KEY, door or StubDoor(), timings, tune.Counter(), incumbent)
+    twins = dict.fromkeys(timings, Future())
+    next(iter(twins.values())).set_result(None)
+    return tune._first_that_holds(KEY, door or StubDoor(), timings, twins, tune.Counter(), incumbent)
 
 
 def test_the_least_worst_slowdown_wins():

@@ -46,13 +46,20 @@ class Door:
         self.validations = 0
         self._validator: Validator | None = None
         self._checked: dict[str, Verdict] = {}  # what this process found out, by binary
+        self._refused: dict[tuple[Variant, KernelConfig], Verdict] = {}
 
     def release(self) -> None:
         """Free the inputs that binaries were judged on."""
         self._validator = None
 
+    def refuse(self, variant: Variant, config: KernelConfig, verdict: Verdict) -> None:
+        """Never build this in this process: it took another one down."""
+        self._refused[variant, config] = verdict
+
     def build(self, variant: Variant, config: KernelConfig) -> Built:
         """Compile and load. What the compiler refuses is a verdict, not an error."""
+        if (variant, config) in self._refused:
+            return Built(None, self._refused[variant, config])
         try:
             return Built(build(self.device, variant, config), Verdict(validate.CORRECT))
         except OutOfResources as error:

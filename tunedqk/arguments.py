@@ -32,7 +32,7 @@ def check(
     out: torch.Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> Sizes:
-    """Check the tensors of a call and return their sizes."""
+    """Check the tensors of a call, but for their addresses, and return their sizes."""
     if not isinstance(q, torch.Tensor) or not isinstance(k, torch.Tensor):
         name, value = ("q", q) if not isinstance(q, torch.Tensor) else ("k", k)
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
@@ -77,14 +77,12 @@ def check(
         )
     out_len = seq_len
     if out is not None:
-        _check_out(q, k, out, out_dtype, (batch, q_heads, seq_len))
+        _check_out(q, out, out_dtype, (batch, q_heads, seq_len))
         out_len, out_dtype = out.shape[2], out.dtype
     return Sizes(batch, q_heads, kv_heads, seq_len, head_dim, out_len, out_dtype or q.dtype)
 
 
-def _check_out(
-    q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, out_dtype: torch.dtype | None, shape: tuple[int, int, int]
-) -> None:
+def _check_out(q: torch.Tensor, out: torch.Tensor, out_dtype: torch.dtype | None, shape: tuple[int, int, int]) -> None:
     batch, q_heads, seq_len = shape
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out: expected a torch.Tensor, got {type(out).__name__}")
@@ -105,26 +103,14 @@ def _check_out(
         raise ValueError(
             f"out: expected elements that do not overlap, got strides {out.stride()} for shape {list(out.shape)}"
         )
-    for name, tensor in (("q", q), ("k", k)):
-        if _share_memory(out, tensor):
-            raise ValueError(f"out: expected memory of its own, got memory that overlaps {name}")
 
 
-def _span(x: torch.Tensor) -> tuple[int, int]:
-    """First and one-past-last byte that a tensor's elements touch."""
+def extent(x: torch.Tensor) -> int:
+    """How many bytes a tensor's elements reach over, gaps included; 0 without elements."""
     elements = x.numel()
-    if not x.is_contiguous():
+    if elements and not x.is_contiguous():
         elements = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    start = x.data_ptr()
-    return start, start + elements * x.element_size()
-
-
-def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors may share bytes. Interleaved views of one buffer that never meet count as sharing."""
-    if not a.numel() or not b.numel():
-        return False
-    (a_start, a_end), (b_start, b_end) = _span(a), _span(b)
-    return a_start < b_end and b_start < a_end
+    return elements * x.element_size()
 
 
 def _overlaps_itself(x: torch.Tensor) -> bool:

@@ -27,6 +27,7 @@ class Builder:
     def __init__(self, door: Door, variant: Variant, configs: list[KernelConfig]) -> None:
         self._door = door
         self._lock = threading.Lock()
+        self._closing = False
         workers = min(processors(), len(configs))
         self._threads = ThreadPoolExecutor(workers)
         self._compilers: CompilePool | None = None
@@ -34,7 +35,11 @@ class Builder:
             self._compilers = CompilePool(workers)
             if not all(is_built(door.device, variant, config) for config in configs):
                 self._compilers.start()  # before the target is asked for: that can take a third of a second
-            self._target = target_of(door.device)
+            try:
+                self._target = target_of(door.device)
+            except BaseException:
+                self.close()
+                raise
 
     def submit(self, variant: Variant, config: KernelConfig) -> Future[Built]:
         """Start to build."""
@@ -43,16 +48,23 @@ class Builder:
     def _build(self, variant: Variant, config: KernelConfig) -> Built:
         if self._compilers is None or is_built(self._door.device, variant, config):
             return self._door.build(variant, config)
+        compiled = False
         try:
             compiled = self._compilers.compile(self._target, program(variant, config))
         except CompilerCrashedError as error:
-            return Built(None, Verdict(DID_NOT_COMPILE, what=str(error)))
+            self._door.refuse(variant, config, Verdict(DID_NOT_COMPILE, what=str(error)))
+        if self._closing:
+            return Built(None, Verdict(DID_NOT_COMPILE, what="nobody waits for it any more"))
         # One at a time, since that is quick, and each would make what Triton makes once in a process.
         with self._lock if compiled else contextlib.nullcontext():
             return self._door.build(variant, config)
 
     def close(self) -> None:
-        """Finish what is being built, and start no more."""
-        self._threads.shutdown(cancel_futures=True)
+        """Stop, and leave what is not yet built."""
+        self._closing = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._compilers is not None:
+            self._compilers.kill()
+        self._threads.shutdown()
         if self._compilers is not None:
             self._compilers.close()

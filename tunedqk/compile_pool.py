@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tunedqk.compiler import DONE, FAILED, READY
+from tunedqk.compiler import DONE, READY, STARTED
 from tunedqk.errors import CompilerCrashedError
 
 if TYPE_CHECKING:
@@ -25,13 +24,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# sys.path goes along because a notebook, a script's folder or a test runner may have changed it.
+# sys.path goes along because a notebook, a script's folder or a test runner may have changed it. Nothing that could be
+# found in the current folder may be imported before.
 _COMPILER = """
-import json, sys
-sys.path[:], descriptors = json.loads(sys.argv[1])
+import sys
+sys.path[:], descriptors = eval(sys.argv[1])
 from tunedqk.compiler import main
 main(descriptors)
 """
+START_TIMEOUT = 60.0  # seconds until a process must be ready
+# Who sends these means no harm to the program that is being compiled: the system out of memory, or a person.
+_FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM}
 
 
 def processors() -> int:
@@ -40,37 +43,47 @@ def processors() -> int:
 
 
 class _Connection:
-    """The way to one compiling process, and to its successor when it has crashed."""
+    """The way to one compiling process, and to its successor when it has died."""
 
     def __init__(self, end: socket.socket) -> None:
-        self._file = end.makefile("rwb")
+        self._end = end
+        self._answers = end.makefile("rb")
+        self._number = 0
         self._ready = False
-
-    def _answer(self) -> bytes:
-        try:
-            return self._file.readline()
-        except ConnectionError:
-            return b""
 
     def wait(self) -> bool:
         """Wait until there is a process that is ready; false when none comes."""
-        self._ready = self._ready or self._answer() == READY
+        if not self._ready:
+            self._end.settimeout(START_TIMEOUT)
+            self._ready = self._answer() == READY
+            self._end.settimeout(None)
         return self._ready
 
-    def compile(self, target: GPUTarget, program: Program) -> bytes:
-        """Have it compile a program: DONE, FAILED, or the signal that ended it, if that is known."""
-        request = ((target.backend, target.arch, target.warp_size), program)
-        with contextlib.suppress(ConnectionError):  # the answer will tell
-            self._file.write(msgspec.json.encode(request) + b"\n")
-            self._file.flush()
+    def compile(self, target: GPUTarget, program: Program) -> int | None:
+        """Have it compile a program: 0, or the exit status of the process that it took down; None when all are gone."""
+        self._number += 1
+        request = (self._number, (target.backend, target.arch, target.warp_size), program)
+        with contextlib.suppress(OSError):  # the answers will tell
+            self._end.sendall(msgspec.json.encode(request) + b"\n")
+        # What belongs to an earlier request, that was interrupted, or to a process that died idle, is passed over.
+        while (answer := self._answer()) != STARTED % self._number:
+            if not answer:
+                return None
         answer = self._answer()
-        self._ready = answer == DONE
-        return answer
+        if answer == DONE % self._number:
+            return 0
+        return int(answer.split()[-1]) if answer else None
+
+    def _answer(self) -> bytes:
+        try:
+            return self._answers.readline()
+        except OSError:
+            return b""
 
     def close(self) -> None:
         """Let go: the process ends."""
-        with contextlib.suppress(ConnectionError):
-            self._file.close()
+        self._answers.close()
+        self._end.close()
 
 
 class CompilePool:
@@ -101,22 +114,21 @@ class CompilePool:
                 our, their = socket.socketpair()
                 theirs.enter_context(their)
                 descriptors.append(their.fileno())
-                with our:  # the connection's file keeps it open
-                    self._idle.append(_Connection(our))
-            arguments = json.dumps([[str(folder) for folder in sys.path], descriptors])
+                self._idle.append(_Connection(our))
             self._parent = subprocess.Popen(  # noqa: S603  our own code
-                [sys.executable, "-c", _COMPILER, arguments],
+                [sys.executable, "-c", _COMPILER, repr(([str(folder) for folder in sys.path], descriptors))],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # what fails there is tried again, and reported, here
                 pass_fds=descriptors,
+                env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
                 start_new_session=True,  # an interrupt from the keyboard is not for them
             )
 
     def compile(self, target: GPUTarget, program: Program) -> bool:
         """Have a process compile, and wait. Compiling it here then takes milliseconds, or fails as it did there.
 
-        CompilerCrashedError when the program takes the process down. False where none can be started: nothing is done.
+        CompilerCrashedError when the program takes the process down. False where there is none: nothing is done.
         """
         self.start()
         with self._lock:
@@ -124,27 +136,42 @@ class CompilePool:
         if connection is None:
             return False
         try:
-            if not connection.wait():
-                self._give_up("the first of them ended at once")
-                return False
-            answer = connection.compile(target, program)
+            status = connection.compile(target, program) if connection.wait() else None
         finally:
             with self._lock:
                 self._idle.append(connection)
-        if answer not in {DONE, FAILED}:
-            raise CompilerCrashedError(f"the compiler crashed: {answer.decode().strip() or 'its process is gone'}")
-        return True
+        if status is None:
+            with self._lock:
+                self._give_up("they have ended, or never began")
+            return False
+        if status and status not in _FROM_OUTSIDE:
+            raise CompilerCrashedError(f"the compiler crashed: {_cause(status)}")
+        return status == 0
+
+    def kill(self) -> None:
+        """End the processes, whatever they are at; who waits for one gets False."""
+        with self._lock:
+            self._problem = self._problem or "killed"
+            if self._parent is not None and self._parent.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._parent.pid, signal.SIGKILL)  # they have nothing to save
+                self._parent.wait()
 
     def close(self) -> None:
-        """End the processes; nothing is being compiled."""
+        """End the processes, and let go of the connections; nobody waits for one."""
+        self.kill()
         while self._idle:
             self._idle.pop().close()
-        if self._parent is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._parent.pid, signal.SIGKILL)  # they have nothing to save
-            self._parent.wait()
 
     def _give_up(self, problem: object) -> None:
         if self._problem is None:
             self._problem = problem
             logger.warning("tunedqk: no other process compiles (%s); in this one it is slower", problem)
+
+
+def _cause(status: int) -> str:
+    """An exit status in words."""
+    try:
+        return signal.Signals(-status).name
+    except ValueError:
+        return f"exit status {status}"

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import msgspec
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.errors import TritonError
 from triton.runtime import cache, driver
 
 from tunedqk.kernels.vectorized import UNSPECIALISED, qk_score_kernel
@@ -29,8 +28,9 @@ if TYPE_CHECKING:
     from triton.runtime import JITFunction
 
 READY = b"ready\n"
-DONE = b"done\n"
-FAILED = b"failed\n"
+STARTED = b"%d started\n"
+DONE = b"%d done\n"
+DIED = b"died %d\n"
 MAX_REPLACEMENTS = 100
 
 Target = tuple[str, int | str, int]
@@ -100,18 +100,19 @@ def _prepare() -> None:
 
 
 def _serve(connection: socket.socket) -> None:
-    """Compile what comes over a connection until it ends: in each line a target and a program, as JSON.
+    """Compile what comes over a connection until it ends: in each line a number, a target and a program, as JSON.
 
-    Answers READY to begin with, and DONE after each program. One that fails, however, is also done: who asked will try
-    it again, see it fail, and report it.
+    Answers READY to begin with, `N started` and `N done`. What fails is also done: who asked will try it again, see it
+    fail, and report it.
     """
     connection.sendall(READY)
     for line in connection.makefile("rb"):
-        target, program = msgspec.json.decode(line, type=tuple[Target, Program])
+        number, target, program = msgspec.json.decode(line, type=tuple[int, Target, Program])
+        connection.sendall(STARTED % number)
         driver.set_active(_TargetDriver(GPUTarget(*target)))
-        with contextlib.suppress(TritonError, RuntimeError):  # RuntimeError: a failed compiler pass
+        with contextlib.suppress(Exception):
             compile_program(qk_score_kernel, program)
-        connection.sendall(DONE)
+        connection.sendall(DONE % number)
 
 
 def _fork(connection: socket.socket, others: Iterable[socket.socket]) -> int:
@@ -131,11 +132,11 @@ def _fork(connection: socket.socket, others: Iterable[socket.socket]) -> int:
 
 
 def main(descriptors: list[int]) -> None:
-    """Serve each of these sockets by a forked process. Ends when all connections have ended.
+    """Serve each of these sockets by a forked process, and by another when a program has taken it down.
 
-    A process that a program takes down is replaced: the answer is then FAILED for an exception (who asked will see the
-    same one), or else the name of the signal.
+    Between them the socket says `died STATUS`, with a minus for a signal. Ends when all connections have ended.
     """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored signals are inherited, and this one would hide the dead
     _prepare()
     connections = [socket.socket(fileno=descriptor) for descriptor in descriptors]
     serving = {_fork(connection, connections): connection for connection in connections}
@@ -145,8 +146,9 @@ def main(descriptors: list[int]) -> None:
         connection = serving.pop(process)
         if status and replacements < MAX_REPLACEMENTS:
             replacements += 1
-            code = os.waitstatus_to_exitcode(status)
-            answer = FAILED if code > 0 else signal.Signals(-code).name.encode() + b"\n"
-            with contextlib.suppress(OSError):  # nobody asks any more
-                connection.sendall(answer)
+            with contextlib.suppress(OSError):  # nobody asks any more, or nothing more can be started
+                connection.sendall(DIED % os.waitstatus_to_exitcode(status))
                 serving[_fork(connection, connections)] = connection
+                continue
+        connection.close()
+        connections.remove(connection)

@@ -10,23 +10,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tunedqk.arguments import Sizes, check, check_config, check_number, check_programs
-from tunedqk.config import KernelConfig, bucket
+from tunedqk.arguments import Sizes, check_number, check_programs
+from tunedqk.call import Call, Slot, call_of
 from tunedqk.device import interpreting
 from tunedqk.errors import CaptureError
-from tunedqk.launch import MAX_PROGRAMS, Variant, geometry, is_aligned
+from tunedqk.launch import MAX_PROGRAMS
 from tunedqk.resolve import resolver_for
 
 if TYPE_CHECKING:
+    from tunedqk.config import KernelConfig
     from tunedqk.launch import Binary
 
 __all__ = ["qk_score"]
 
-
-# Binaries by what a call must share with an earlier one to launch the same: device index, head_dim, group, dtype,
-# out_dtype, aligned, bucket, config.
-_Slot = tuple[int, int, int, torch.dtype, torch.dtype, bool, int, KernelConfig | None]
-_ready: dict[_Slot, Binary] = {}
+_ready: dict[Slot, Binary] = {}
 
 
 def qk_score(
@@ -68,63 +65,45 @@ def qk_score(
         NoAcceptedConfigError: no config at all agreed with the loop kernel.
         CaptureError: a CUDA graph is being captured and no accepted binary is ready for this call.
     """
-    sizes = check(q, k, layout, out, out_dtype)
-    factor = sizes.head_dim**-0.5 if scale is None else check_number("scale", scale)
+    call = call_of(q, k, layout, fill, out, out_dtype, config)
+    factor = call.sizes.head_dim**-0.5 if scale is None else check_number("scale", scale)
     fill = None if fill is None else check_number("fill", fill)
-    check_config(config)
     if out is None:
-        out = torch.empty((sizes.batch, sizes.q_heads, sizes.seq_len), dtype=sizes.out_dtype, device=q.device)
+        batch, q_heads, _, seq_len, *_ = call.sizes
+        out = torch.empty((batch, q_heads, seq_len), dtype=call.sizes.out_dtype, device=q.device)
+    else:
+        call.check_memory(q, k, out)
     if not out.numel():
         return out
     if q.is_cuda or interpreting():
-        _score_by_kernel(q, k, out, factor, fill, layout, sizes, config)
+        _score_by_kernel(q, k, out, factor, fill, call)
     else:
-        _score_by_torch(q, k, out, factor, fill, layout, sizes)
+        _score_by_torch(q, k, out, factor, fill, layout, call.sizes)
     return out
 
 
 def _score_by_kernel(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    out: torch.Tensor,
-    scale: float,
-    fill: float | None,
-    layout: str,
-    sizes: Sizes,
-    config: KernelConfig | None,
+    q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, scale: float, fill: float | None, call: Call
 ) -> None:
-    grid = geometry(q, k, out, layout, fill_tail=fill is not None)
-    index = q.device.index if q.is_cuda else -1
-    group = sizes.q_heads // sizes.kv_heads
-    slot = (
-        index,
-        sizes.head_dim,
-        group,
-        q.dtype,
-        sizes.out_dtype,
-        is_aligned(q, k, grid),
-        bucket(sizes.seq_len),
-        config,
-    )
+    slot = call.slot(q, k)
     binary = _ready.get(slot)
     if binary is None:
-        binary = _make_ready(slot, sizes.seq_len)
+        binary = _make_ready(slot, call.sizes.seq_len)
     if out.numel() > MAX_PROGRAMS:
-        check_programs(binary.programs(sizes.batch, grid))
-    if q.is_cuda and index != torch.cuda.current_device():
-        with torch.cuda.device(index):
-            binary.launch(q, k, out, scale, fill or 0.0, grid)
+        check_programs(binary.programs(call.sizes.batch, call.geometry))
+    if q.is_cuda and slot.device != torch.cuda.current_device():
+        with torch.cuda.device(slot.device):
+            binary.launch(q, k, out, scale, fill or 0.0, call.geometry)
     else:
-        binary.launch(q, k, out, scale, fill or 0.0, grid)
+        binary.launch(q, k, out, scale, fill or 0.0, call.geometry)
 
 
-def _make_ready(slot: _Slot, seq_len: int) -> Binary:
+def _make_ready(slot: Slot, seq_len: int) -> Binary:
     """The cold path of a call: find, tune or validate, and remember."""
-    index, head_dim, group, dtype, out_dtype, aligned, _, config = slot
-    variant = Variant(head_dim, group, dtype, out_dtype, aligned)
-    if index >= 0 and torch.cuda.is_current_stream_capturing():
-        return _ready_for_capture(slot, variant, seq_len)
-    resolver = resolver_for(torch.device("cpu") if interpreting() else torch.device("cuda", index))
+    device, variant, _, config = slot
+    if device >= 0 and torch.cuda.is_current_stream_capturing():
+        return _ready_for_capture(slot, seq_len)
+    resolver = resolver_for(torch.device("cpu") if interpreting() else torch.device("cuda", device))
     with resolver.lock:
         if slot not in _ready:  # another thread may have been here
             with torch.inference_mode(mode=False), torch.no_grad():
@@ -132,14 +111,14 @@ def _make_ready(slot: _Slot, seq_len: int) -> Binary:
     return _ready[slot]
 
 
-def _ready_for_capture(slot: _Slot, variant: Variant, seq_len: int) -> Binary:
+def _ready_for_capture(slot: Slot, seq_len: int) -> Binary:
     """During a capture nothing can be validated: any accepted binary of the variant does."""
     for other, binary in _ready.items():
-        if other[:6] == slot[:6] and slot[-1] in (None, other[-1]):
+        if other[:2] == slot[:2] and slot.config in (None, other.config):
             return binary
     raise CaptureError(
-        f"{variant.key(seq_len)} ({variant}): no accepted binary is ready, and a CUDA graph is being captured. "
-        "Make one such call before the capture; `tunedqk pretune` makes that call short."
+        f"{slot.variant.key(seq_len)} ({slot.variant}): no accepted binary is ready, and a CUDA graph is being "
+        "captured. Make one such call before the capture; `tunedqk pretune` makes that call short."
     )
 
 

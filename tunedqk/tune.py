@@ -82,11 +82,10 @@ def _search(
         screening = _Screening(key, door, workload.screening, builds)
         screening.run()
         finalists = screening.fastest(incumbent)
-        for config in finalists:  # the winner's twin will be asked for
-            builder.submit(float32_twin(variant), config)
+        twins = {config: builder.submit(float32_twin(variant), config) for config in finalists}
         samples = _screened(screening, finalists) if interpreting() else _compare(finalists, workload)
-    timings = _timings(samples, workload.shapes, floor_us)
-    winner = _first_that_holds(key, door, timings, screening.rejected, incumbent)
+        timings = _timings(samples, workload.shapes, floor_us)
+        winner = _first_that_holds(key, door, timings, twins, screening.rejected, incumbent)
     return Entry(key, winner, timings[winner], dict(screening.rejected), toolchain(), now())
 
 
@@ -210,6 +209,7 @@ def _first_that_holds(
     key: TuningKey,
     door: Door,
     timings: dict[KernelConfig, Timing],
+    twins: dict[KernelConfig, Future[Built]],
     rejected: Counter[str],
     incumbent: KernelConfig | None,
 ) -> KernelConfig:
@@ -219,6 +219,7 @@ def _first_that_holds(
         order.remove(incumbent)
         order.insert(0, incumbent)
     for config in order:
+        twins[config].result()  # the door would not know that it is being compiled, and compile it here
         try:
             door.accept(tuned_variant(key), config, key.seq_len)
         except RejectedConfigError as error:

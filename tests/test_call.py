@@ -1,0 +1,124 @@
+"""What one call leaves behind for the next with the same shapes: nothing that depends on addresses, modes or luck."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tunedqk import call
+from tunedqk.score import qk_score
+
+
+@pytest.fixture(autouse=True)
+def _forgotten(monkeypatch):
+    monkeypatch.setattr(call, "_calls", {})
+
+
+def of(q, k, out=None, **arguments):
+    named = {"layout": "NHD", "fill": None, "out_dtype": None, "config": None} | arguments
+    return call.call_of(q, k, out=out, **named)
+
+
+def tensors(seq_len=8, dtype=torch.float32):
+    return torch.ones(2, 4, 16, dtype=dtype), torch.ones(2, seq_len, 2, 16, dtype=dtype)
+
+
+def test_the_same_shapes_are_worked_out_once(monkeypatch):
+    first = of(*tensors())
+    monkeypatch.setattr(call, "check", None)
+    assert of(*tensors()) is first
+
+
+def others():
+    q, k = tensors()
+    out = torch.empty(2, 4, 8)
+    yield "dtype", (tensors(dtype=torch.float16), {})
+    yield "seq_len", (tensors(9), {})
+    yield "strides of q", ((torch.ones(2, 8, 16)[:, ::2], k), {})
+    yield "strides of k", ((q, torch.ones(2, 16, 2, 16)[:, ::2]), {})
+    yield "layout", ((q, k), {"layout": "HND"})
+    yield "fill", ((q, k), {"fill": 0.0})
+    yield "out_dtype", ((q, k), {"out_dtype": torch.float16})
+    yield "out", ((q, k, out), {})
+
+
+@pytest.mark.parametrize(("arguments", "named"), [pytest.param(*case, id=name) for name, case in others()])
+def test_what_differs_is_worked_out_anew(arguments, named):
+    first = of(*tensors())
+    if named.get("layout") == "HND":
+        arguments = (arguments[0], torch.ones(2, 2, 8, 16))
+        same_shape = of(arguments[0], arguments[1].transpose(1, 2))
+        assert of(*arguments, **named) is not same_shape
+    assert of(*arguments, **named) is not first
+    assert of(*arguments, **named) is of(*arguments, **named)
+
+
+def test_out_and_its_strides_count():
+    q, k = tensors()
+    fits = of(q, k, torch.empty(2, 4, 8))
+    assert of(q, k, torch.empty(2, 4, 9)) is not fits
+    assert of(q, k, torch.empty(2, 4, 16)[..., ::2]) is not fits
+    assert of(q, k, torch.empty(2, 4, 8, dtype=torch.float16)) is not fits
+
+
+def test_alignment_is_of_the_addresses_at_hand():
+    memory = torch.ones(2 * 4 * 16 + 1)
+    aligned, shifted = memory[:-1].view(2, 4, 16), memory[1:].view(2, 4, 16)
+    _, k = tensors()
+    known = of(aligned, k)
+    assert of(shifted, k) is known
+    assert known.slot(aligned, k).variant.aligned
+    assert not known.slot(shifted, k).variant.aligned
+    uneven = torch.ones(2, 8, 2, 17)[..., :16]
+    assert not of(aligned, uneven).slot(aligned, uneven).variant.aligned
+
+
+def test_memory_is_compared_anew():
+    memory = torch.ones(2 * 8 * 2 * 16 + 2 * 4 * 8)
+    q, _ = tensors()
+    k, out = memory[: 2 * 8 * 2 * 16].view(2, 8, 2, 16), memory[2 * 8 * 2 * 16 :].view(2, 4, 8)
+    scores = qk_score(q, k, out=out)
+    assert scores is out
+    overlapping = memory[2 * 8 * 2 * 16 - 1 : -1].view(2, 4, 8)
+    with pytest.raises(ValueError, match="out: expected memory of its own, got memory that overlaps k"):
+        qk_score(q, k, out=overlapping)
+    assert qk_score(q, k, out=out) is out
+    assert len(call._calls) == 1
+
+
+def test_a_gradient_is_refused_though_the_shapes_are_known():
+    q, k = tensors()
+    qk_score(q, k)
+    wanting = q.clone().requires_grad_()
+    with pytest.raises(ValueError, match="q: expected a tensor that needs no gradient"):
+        qk_score(wanting, k)
+    with torch.no_grad():
+        qk_score(wanting, k)
+    with pytest.raises(ValueError, match="q: expected a tensor that needs no gradient"):
+        qk_score(wanting, k)
+
+
+def test_a_lazily_negated_view_is_refused_though_the_shapes_are_known():
+    q, k = tensors()
+    qk_score(q, k)
+    for arguments in ((torch._neg_view(q), k), (q, torch._neg_view(k)), (q, k, torch._neg_view(torch.empty(2, 4, 8)))):
+        with pytest.raises(ValueError, match="lazily negated"):
+            of(*arguments)
+
+
+def test_calls_are_not_remembered_without_end(monkeypatch):
+    monkeypatch.setattr(call, "MAX_CALLS", 4)
+    for seq_len in range(1, 20):
+        of(*tensors(seq_len))
+        assert len(call._calls) <= 4
+    assert of(*tensors(19)) is of(*tensors(19))
+
+
+def test_a_refused_call_leaves_nothing():
+    q, k = tensors()
+    for bad in ({"layout": ["NHD"]}, {"config": {}}, {"out_dtype": [torch.float32]}):
+        with pytest.raises((TypeError, ValueError), match=next(iter(bad))):
+            of(q, k, **bad)
+    with pytest.raises(ValueError, match="batch"):
+        of(q[:1], k)
+    assert call._calls == {}
