@@ -167,6 +167,7 @@ def test_score_loads_little_on_top_of_torch_and_triton_and_no_gpu(tmp_path):
     assert (kind, initialized) == ("module", False)
     allowed = LOADED_WITH_SCORE | sys.stdlib_module_names
     assert [name for name in added if name.partition(".")[0] not in allowed] == []
+    assert {"tunedqk.tune", "tunedqk.validate"} & set(added) == set()
 
 
 def test_public_names():

@@ -17,7 +17,7 @@ import pytest
 import torch
 from reference import DTYPES, assert_scores, config_for, make_inputs, name_of, poisoned, scores64, seed_case
 
-from tunedqk import launch, score, tune
+from tunedqk import launch, resolve, score, tune
 from tunedqk.config import KernelConfig, tuning_key
 from tunedqk.errors import CaptureError
 from tunedqk.score import qk_score
@@ -505,7 +505,7 @@ def test_no_config_in_cached_mode(cache_dir, device, monkeypatch, caplog):
         pytest.skip("torch operations need no config")
     monkeypatch.setenv("TUNEDQK_MODE", "cached")
     monkeypatch.setattr(score, "_ready", {})
-    monkeypatch.setattr(score, "resolver_for", score.resolver_for.__wrapped__)
+    monkeypatch.setattr(resolve, "resolver_for", resolve.resolver_for.__wrapped__)
     q, k = make_inputs(1, 4, 2, 33, 16, torch.float32, device)
     with caplog.at_level(logging.WARNING, "tunedqk"):
         for _ in range(2):

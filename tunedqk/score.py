@@ -15,7 +15,6 @@ from tunedqk.call import Call, Slot, call_of
 from tunedqk.device import interpreting
 from tunedqk.errors import CaptureError
 from tunedqk.launch import MAX_PROGRAMS
-from tunedqk.resolve import resolver_for
 
 if TYPE_CHECKING:
     from tunedqk.config import KernelConfig
@@ -103,6 +102,8 @@ def _make_ready(slot: Slot, seq_len: int) -> Binary:
     device, variant, _, config = slot
     if device >= 0 and torch.cuda.is_current_stream_capturing():
         return _ready_for_capture(slot, seq_len)
+    from tunedqk.resolve import resolver_for  # what tunes and validates, imported when something is
+
     resolver = resolver_for(torch.device("cpu") if interpreting() else torch.device("cuda", device))
     with resolver.lock:
         if slot not in _ready:  # another thread may have been here
