@@ -125,6 +125,8 @@ def _overlaps_itself(x: torch.Tensor) -> bool:
 
 def check_number(name: str, value: object) -> float:
     """A real number, as a float."""
+    if type(value) is float:  # as most are
+        return value
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}: expected a number or None, got {type(value).__name__}")
     try:

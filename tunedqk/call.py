@@ -30,6 +30,9 @@ class Call(NamedTuple):
     """A call whose arguments were checked. slots: by whether the addresses are aligned; extents: bytes of q, k, out."""
 
     sizes: Sizes
+    out_shape: torch.Size
+    out_device: torch.device
+    elements: int  # of out
     geometry: Geometry
     slots: tuple[Slot, Slot]
     extents: tuple[int, int, int]
@@ -112,4 +115,5 @@ def _work_out(
         )
         for addresses in (False, True)
     )
-    return Call(sizes, places, (unaligned, aligned), (extent(q), extent(k), extent(out)))
+    extents = (extent(q), extent(k), extent(out))
+    return Call(sizes, out.shape, q.device, out.numel(), places, (unaligned, aligned), extents)

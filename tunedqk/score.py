@@ -68,11 +68,10 @@ def qk_score(
     factor = call.sizes.head_dim**-0.5 if scale is None else check_number("scale", scale)
     fill = None if fill is None else check_number("fill", fill)
     if out is None:
-        batch, q_heads, _, seq_len, *_ = call.sizes
-        out = torch.empty((batch, q_heads, seq_len), dtype=call.sizes.out_dtype, device=q.device)
+        out = torch.empty(call.out_shape, dtype=call.sizes.out_dtype, device=call.out_device)
     else:
         call.check_memory(q, k, out)
-    if not out.numel():
+    if not call.elements:
         return out
     if q.is_cuda or interpreting():
         _score_by_kernel(q, k, out, factor, fill, call)
@@ -88,7 +87,7 @@ def _score_by_kernel(
     binary = _ready.get(slot)
     if binary is None:
         binary = _make_ready(slot, call.sizes.seq_len)
-    if out.numel() > MAX_PROGRAMS:
+    if call.elements > MAX_PROGRAMS:
         check_programs(binary.programs(call.sizes.batch, call.geometry))
     if q.is_cuda and slot.device != torch.cuda.current_device():
         with torch.cuda.device(slot.device):
