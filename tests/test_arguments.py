@@ -10,7 +10,7 @@ import pytest
 import torch
 from reference import assert_scores, config_for
 
-from tunedqk import launch, score
+from tunedqk import launch, ready, score
 from tunedqk.config import KernelConfig
 from tunedqk.score import qk_score
 
@@ -173,11 +173,11 @@ def nothing_runs(monkeypatch):
         pytest.fail("something was launched")
 
     for owner, name in (
-        (score, "_make_ready"), (score, "_score_by_torch"), (launch.CompiledBinary, "launch"),
+        (ready, "make_ready"), (score, "_score_by_torch"), (launch.CompiledBinary, "launch"),
         (launch.InterpretedBinary, "launch"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, fail)
-    monkeypatch.setattr(score, "_ready", {})
+    monkeypatch.setattr(ready, "binaries", {})
 
 
 def _memory(tensor):

@@ -18,7 +18,7 @@ import torch
 import triton
 from reference import assert_scores, make_inputs, poisoned
 
-from tunedqk import accept, launch, resolve, score, tune
+from tunedqk import accept, launch, ready, resolve, tune
 from tunedqk.config import KernelConfig, default_config, tuning_key
 from tunedqk.db import TuningDB
 from tunedqk.device import identity_of, interpreting, toolchain
@@ -36,7 +36,7 @@ PROJECT = Path(resolve.__file__).parents[1]
 def _fresh(cache_dir):
     """As a process starts: nothing ready, no resolver, an empty user DB."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(score, "_ready", {})
+        patch.setattr(ready, "binaries", {})
         resolver_for.cache_clear()
         yield
     resolver_for.cache_clear()
@@ -50,7 +50,7 @@ def restart(monkeypatch):
     """Forget all that a process knows."""
 
     def forget():
-        monkeypatch.setattr(score, "_ready", {})
+        monkeypatch.setattr(ready, "binaries", {})
         resolver_for.cache_clear()
 
     return forget
@@ -98,7 +98,7 @@ def winner(device, key=KEY):
 
 
 def ready_configs():
-    return [binary.config for binary in score._ready.values()]
+    return [binary.config for binary in ready.binaries.values()]
 
 
 def warnings_of(caplog):
@@ -168,7 +168,7 @@ def test_groups_of_one_key_share_a_tuning(device, few):
     call(device, dtype=torch.bfloat16, group=3)
     call(device, dtype=torch.bfloat16, group=4)
     assert resolver_of(device).tunings == 1
-    assert len(score._ready) == 2
+    assert len(ready.binaries) == 2
 
 
 def test_a_tuning_that_declines_falls_back(device, caplog, monkeypatch):
@@ -289,7 +289,7 @@ def test_cached_warns_once_for_a_key(device, mode, caplog):
     mode("cached")
     call(device)
     call(device, out_dtype=torch.float16)
-    assert len(score._ready) == 2
+    assert len(ready.binaries) == 2
     assert len(warnings_of(caplog)) == 1
 
 
@@ -408,7 +408,7 @@ def test_nothing_right_is_an_error_and_nothing_is_written(device, mode, monkeypa
     with pytest.raises(NoAcceptedConfigError, match="agreed with the loop kernel"):
         qk_score(q, k, out=out)
     assert out.isnan().all()
-    assert score._ready == {}
+    assert ready.binaries == {}
 
 
 def test_a_given_config_passes_the_same_door(device, few, monkeypatch):
@@ -510,7 +510,7 @@ def test_a_growing_cache_is_tuned_per_bucket_and_compiled_at_its_first_step(devi
     assert resolver.tunings <= buckets
     assert len(resolved) == buckets
     # What is kept ready has the buckets of the keys.
-    assert sorted(slot.bucket for slot in score._ready) == sorted(
+    assert sorted(slot.bucket for slot in ready.binaries) == sorted(
         {tuning_key(seq_len, head_dim, "float32", 1).seq_len for seq_len in lengths}
     )
     assert (len(compiled), len(built)) == after_first
@@ -562,7 +562,7 @@ def test_cold_threads_tune_once(device, few, groups, monkeypatch):
         results = list(pool.map(cold, cases))
     for (q, k), scores in zip(cases, results, strict=True):
         assert_scores(scores, q, k)
-    assert resolver.tunings == len(resolved) == len(score._ready) == len(groups)
+    assert resolver.tunings == len(resolved) == len(ready.binaries) == len(groups)
 
 
 @pytest.mark.usefixtures("_one_launch_at_a_time")

@@ -17,7 +17,7 @@ import pytest
 import torch
 from reference import DTYPES, assert_scores, config_for, make_inputs, name_of, poisoned, scores64, seed_case
 
-from tunedqk import launch, resolve, score, tune
+from tunedqk import launch, ready, resolve, score, tune
 from tunedqk.config import KernelConfig, tuning_key
 from tunedqk.errors import CaptureError
 from tunedqk.score import qk_score
@@ -504,7 +504,7 @@ def test_no_config_in_cached_mode(cache_dir, device, monkeypatch, caplog):
     if SELF_RUN:
         pytest.skip("torch operations need no config")
     monkeypatch.setenv("TUNEDQK_MODE", "cached")
-    monkeypatch.setattr(score, "_ready", {})
+    monkeypatch.setattr(ready, "binaries", {})
     monkeypatch.setattr(resolve, "resolver_for", resolve.resolver_for.__wrapped__)
     q, k = make_inputs(1, 4, 2, 33, 16, torch.float32, device)
     with caplog.at_level(logging.WARNING, "tunedqk"):
@@ -605,7 +605,7 @@ def test_a_captured_graph_replays(device):
 
 @pytest.mark.gpu
 def test_a_cold_capture_is_refused_and_can_be_retried(device, monkeypatch):
-    monkeypatch.setattr(score, "_ready", {})
+    monkeypatch.setattr(ready, "binaries", {})
     q, k = make_inputs(2, 8, 2, 100, 72, torch.bfloat16, device)
     out = poisoned(2, 8, 100, dtype=torch.bfloat16, device=device)
     config = _config(q, k)
@@ -626,7 +626,7 @@ def test_a_cold_capture_is_refused_and_can_be_retried(device, monkeypatch):
 @pytest.mark.gpu
 def test_a_capture_takes_any_accepted_binary_of_the_variant(device, monkeypatch):
     """No config is asked for, and only one for another bucket is ready."""
-    monkeypatch.setattr(score, "_ready", {})
+    monkeypatch.setattr(ready, "binaries", {})
     q, k = make_inputs(2, 8, 2, 600, 64, torch.bfloat16, device)
     qk_score(q, k[:, :100], config=_config(q, k))
     graph = torch.cuda.CUDAGraph()

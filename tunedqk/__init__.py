@@ -16,12 +16,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .config import KernelConfig, TuningKey
     from .score import qk_score
+    from .serving import explain, warmup
 
 __version__ = "0.1.0"
-__all__ = ["KernelConfig", "TuningKey", "__version__", "qk_score"]
+__all__ = ["KernelConfig", "TuningKey", "__version__", "explain", "qk_score", "warmup"]
 
 # The module of each public name. They load on first use, so that `import tunedqk` alone does not import torch.
-_HOMES = {"KernelConfig": "config", "TuningKey": "config", "qk_score": "score"}
+_HOMES = {
+    "KernelConfig": "config",
+    "TuningKey": "config",
+    "explain": "serving",
+    "qk_score": "score",
+    "warmup": "serving",
+}
 
 
 def __getattr__(name: str) -> object:

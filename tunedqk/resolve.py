@@ -118,7 +118,7 @@ class Resolver:
     def _fallback(self, key: TuningKey, variant: Variant) -> Binary:
         """The nearest stored winner, else the default config, whichever validates first."""
         rejection: RejectedConfigError | None = None
-        for origin, config in self._guesses(key):
+        for origin, config in self.guesses(key):
             try:
                 binary = self.door.accept(variant, config, key.seq_len)
             except RejectedConfigError as error:
@@ -133,7 +133,8 @@ class Resolver:
             return binary
         raise NoAcceptedConfigError(f"no config for {key} agreed with the loop kernel") from rejection
 
-    def _guesses(self, key: TuningKey) -> Iterator[tuple[str, KernelConfig]]:
+    def guesses(self, key: TuningKey) -> Iterator[tuple[str, KernelConfig]]:
+        """Configs for a key that nothing is stored for, with where each comes from."""
         nearest = self.db.nearest(key)
         if nearest is not None:
             yield f"the winner of seq_len {nearest.entry.key.seq_len}", nearest.entry.config

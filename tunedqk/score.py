@@ -10,19 +10,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tunedqk import ready
 from tunedqk.arguments import Sizes, check_number, check_programs
-from tunedqk.call import Call, Slot, call_of
+from tunedqk.call import Call, call_of
 from tunedqk.device import interpreting
-from tunedqk.errors import CaptureError
 from tunedqk.launch import MAX_PROGRAMS
 
 if TYPE_CHECKING:
     from tunedqk.config import KernelConfig
-    from tunedqk.launch import Binary
 
 __all__ = ["qk_score"]
-
-_ready: dict[Slot, Binary] = {}
 
 
 def qk_score(
@@ -84,9 +81,9 @@ def _score_by_kernel(
     q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, scale: float, fill: float | None, call: Call
 ) -> None:
     slot = call.slot(q, k)
-    binary = _ready.get(slot)
+    binary = ready.binaries.get(slot)
     if binary is None:
-        binary = _make_ready(slot, call.sizes.seq_len)
+        binary = ready.make_ready(slot, call.sizes.seq_len)
     if call.elements > MAX_PROGRAMS:
         check_programs(binary.programs(call.sizes.batch, call.geometry))
     if q.is_cuda and slot.device != torch.cuda.current_device():
@@ -94,32 +91,6 @@ def _score_by_kernel(
             binary.launch(q, k, out, scale, fill or 0.0, call.geometry)
     else:
         binary.launch(q, k, out, scale, fill or 0.0, call.geometry)
-
-
-def _make_ready(slot: Slot, seq_len: int) -> Binary:
-    """The cold path of a call: find, tune or validate, and remember."""
-    device, variant, _, config = slot
-    if device >= 0 and torch.cuda.is_current_stream_capturing():
-        return _ready_for_capture(slot, seq_len)
-    from tunedqk.resolve import resolver_for  # what tunes and validates, imported when something is
-
-    resolver = resolver_for(torch.device("cpu") if interpreting() else torch.device("cuda", device))
-    with resolver.lock:
-        if slot not in _ready:  # another thread may have been here
-            with torch.inference_mode(mode=False), torch.no_grad():
-                _ready[slot] = resolver.resolve(variant, seq_len, config)
-    return _ready[slot]
-
-
-def _ready_for_capture(slot: Slot, seq_len: int) -> Binary:
-    """During a capture nothing can be validated: any accepted binary of the variant does."""
-    for other, binary in _ready.items():
-        if other[:2] == slot[:2] and slot.config in (None, other.config):
-            return binary
-    raise CaptureError(
-        f"{slot.variant.key(seq_len)} ({slot.variant}): no accepted binary is ready, and a CUDA graph is being "
-        "captured. Make one such call before the capture; `tunedqk pretune` makes that call short."
-    )
 
 
 def _score_by_torch(

@@ -1,0 +1,265 @@
+"""What a server does before its first request, and what it can ask."""
+
+from __future__ import annotations
+
+import builtins
+import io
+
+import pytest
+import torch
+from reference import assert_scores, make_inputs
+
+from tunedqk import accept, launch, ready, serving, tune
+from tunedqk.accept import Door
+from tunedqk.config import KernelConfig, tuning_key
+from tunedqk.db import TuningDB
+from tunedqk.device import identity_of, interpreting, toolchain
+from tunedqk.errors import MissingConfigError, RejectedConfigError
+from tunedqk.records import Entry, Receipt, Timing
+from tunedqk.resolve import resolver_for
+from tunedqk.score import qk_score
+from tunedqk.serving import explain, warmup
+
+ONE = KernelConfig(64, 64, num_warps=4)
+KEY = tuning_key(1, 16, "float32", 1)
+needs_kernels = pytest.mark.skipif(
+    not (torch.cuda.is_available() or interpreting()), reason="without a GPU or the interpreter torch computes"
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh(cache_dir, monkeypatch):
+    monkeypatch.setattr(ready, "binaries", {})
+    monkeypatch.setattr(tune, "candidates", lambda *_: [ONE, KernelConfig(128, 128, num_warps=4)])
+    resolver_for.cache_clear()
+    yield
+    resolver_for.cache_clear()
+
+
+def inputs(device, seq_len=40, dtype=torch.float32, group=1):
+    return make_inputs(1, group, 1, seq_len, 16, dtype, device)
+
+
+def place(device):
+    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+
+
+def store(device, config=ONE, key=KEY):
+    """A winner without a receipt."""
+    entry = Entry(key, config, Timing(10.0, 9.0, 11.0, 1024, None, 1.0), {}, toolchain(), "2026-01-02T03:04:05Z")
+    db = TuningDB(identity_of(place(device)))
+    assert db.record(entries=[entry])
+    return db
+
+
+def shape(**changed):
+    return {"head_dim": 16, "q_heads": 1, "kv_heads": 1, "max_seq_len": 1024, "dtype": torch.float32} | changed
+
+
+# --- warmup ---
+
+
+@needs_kernels
+def test_after_warmup_a_call_does_nothing_but_launch(device, monkeypatch):
+    explanations = warmup(**shape(), device=place(device))
+    assert [explanation.key.seq_len for explanation in explanations] == [512, 1024]
+    assert [(explanation.action, explanation.ready) for explanation in explanations] == [("launch", True)] * 2
+
+    def forbidden(*_, **__):
+        pytest.fail("called")
+
+    for owner, name in (
+        (tune, "tune"), (Door, "build"), (Door, "accept"), (launch, "build"), (TuningDB, "winner"),
+        (TuningDB, "receipt"), (builtins, "open"), (io, "open"),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, forbidden)
+    for seq_len in (1, 511, 512, 513, 1024):
+        q, k = inputs(device, seq_len)
+        assert_scores(qk_score(q, k), q, k)
+    q, k = make_inputs(3, 1, 1, 700, 16, torch.float32, device)
+    assert_scores(qk_score(q, k), q, k)
+    scores = qk_score(q, k.transpose(1, 2), layout="HND")
+    assert_scores(scores, q, k)
+
+
+@needs_kernels
+def test_warmup_is_for_a_variant(device):
+    warmup(**shape(q_heads=4, kv_heads=2, dtype=torch.float16, out_dtype=torch.float32), device=place(device))
+    variants = {slot.variant for slot in ready.binaries}
+    assert variants == {launch.Variant(16, 2, torch.float16, torch.float32, aligned=True)}
+    warmup(**shape(aligned=False, max_seq_len=1), device=place(device))
+    warmup(**shape(head_dim=17, max_seq_len=1), device=place(device))  # rows of 68 bytes
+    alone = [slot.variant for slot in ready.binaries if slot.variant.group == 1]
+    assert [(variant.head_dim, variant.aligned) for variant in alone] == [(16, False), (17, False)]
+
+
+@needs_kernels
+def test_warmup_in_strict_mode_says_what_is_missing(device, monkeypatch):
+    monkeypatch.setenv("TUNEDQK_MODE", "strict")
+    store(device)
+    with pytest.raises(MissingConfigError, match="seq_len 1024"):
+        warmup(**shape(), device=place(device))
+    assert [slot.bucket for slot in ready.binaries] == [512]
+
+
+@needs_kernels
+def test_warmup_twice_does_nothing(device, monkeypatch):
+    first = warmup(**shape(), device=place(device))
+    monkeypatch.setattr(ready, "make_ready", None)
+    assert warmup(**shape(), device=place(device)) == first
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or interpreting(), reason="there are kernels to warm up")
+def test_without_kernels_there_is_nothing_to_warm_up():
+    assert [explanation.action for explanation in warmup(**shape())] == ["torch"] * 2
+    assert ready.binaries == {}
+
+
+BAD = [
+    pytest.param({"head_dim": 577}, ValueError, "head_dim from 1 to 576, got 577", id="head_dim 577"),
+    pytest.param({"head_dim": 0}, ValueError, "head_dim: expected at least 1, got 0", id="head_dim 0"),
+    pytest.param({"max_seq_len": 0}, ValueError, "max_seq_len: expected at least 1, got 0", id="max_seq_len 0"),
+    pytest.param({"max_seq_len": 1e6}, TypeError, "max_seq_len: expected an int, got float", id="a float"),
+    pytest.param({"q_heads": True}, TypeError, "q_heads: expected an int, got bool", id="a bool"),
+    pytest.param({"q_heads": 3, "kv_heads": 2}, ValueError, "multiple of kv_heads 2, got 3", id="3 heads over 2"),
+    pytest.param({"dtype": "float32"}, TypeError, "dtype: expected a torch.dtype, got str", id="dtype a name"),
+    pytest.param({"dtype": torch.float64}, TypeError, "got torch.float64", id="float64"),
+    pytest.param({"out_dtype": torch.int32}, TypeError, "out_dtype: expected", id="out_dtype int32"),
+    pytest.param({"device": "meta"}, ValueError, "device: expected a CUDA or CPU device, got meta", id="meta"),
+]
+
+
+@pytest.mark.parametrize(("changed", "error", "message"), BAD)
+def test_warmup_of_what_cannot_be_called(changed, error, message):
+    with pytest.raises(error, match=message):
+        warmup(**shape(**changed))
+    assert ready.binaries == {}
+
+
+# --- explain ---
+
+
+@needs_kernels
+def test_an_explanation_launches_tunes_and_stores_nothing(device, monkeypatch, cache_dir):
+    for name in ("accept", "screen", "prepare"):
+        monkeypatch.setattr(Door, name, lambda *_: pytest.fail("validated"))
+    for binary in (launch.CompiledBinary, launch.InterpretedBinary):
+        monkeypatch.setattr(binary, "launch", lambda *_: pytest.fail("launched"))
+    answer = explain(*inputs(device))
+    assert (answer.action, answer.origin, answer.config, answer.receipt) == ("tune", "nowhere", None, None)
+    assert answer.key == KEY
+    assert not list(cache_dir.rglob("*.json"))
+    assert ready.binaries == {}
+
+
+@needs_kernels
+def test_a_winner_is_explained_with_its_file_and_receipt(device):
+    db = store(device)
+    q, k = inputs(device)
+    before = explain(q, k)
+    assert (before.action, before.origin, before.config) == ("validate", "the stored winner", ONE)
+    assert (before.path, before.receipt, before.ready) == (str(db.path), None, False)
+    assert "receipt: none" in str(before)
+    qk_score(q, k)
+    after = explain(q, k)
+    assert (after.action, after.ready, after.entry.config) == ("launch", True, ONE)
+    assert after.receipt.correct
+    text = str(after)
+    for part in (str(KEY), "launch", str(ONE), str(db.path), "Triton", "receipt: correct"):
+        assert part in text
+    # Another process finds the receipt; the next bucket lacks one comparison.
+    ready.binaries.clear()
+    resolver_for.cache_clear()
+    assert (explain(q, k).action, explain(q, k).ready) == ("launch", False)
+    store(device, key=tuning_key(1000, 16, "float32", 1))
+    resolver_for.cache_clear()
+    assert explain(*inputs(device, 1000)).action == "validate"
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("mode", "action", "origin"),
+    [
+        pytest.param("tune", "tune", "the stored winner", id="tune"),
+        pytest.param("cached", "validate", "the default config", id="cached"),
+        pytest.param("strict", "raise", "the stored winner", id="strict"),
+    ],
+)
+def test_a_rejected_winner_is_explained_by_mode(device, monkeypatch, mode, action, origin):
+    monkeypatch.setenv("TUNEDQK_MODE", mode)
+    db = store(device)
+    variant = tune.tuned_variant(KEY)
+    receipt = Receipt(
+        accept.build(place(device), variant, ONE).hash, "wrong result", None, "", (), "2026-01-01T00:00:00Z"
+    )
+    assert db.record(receipts=[receipt])
+    answer = explain(*inputs(device))
+    assert (answer.action, answer.origin) == (action, origin)
+    assert (answer.receipt == receipt) == (mode != "cached")
+
+
+@needs_kernels
+def test_a_given_config_is_explained(device):
+    q, k = inputs(device)
+    odd = KernelConfig(32, 32, num_warps=2)
+    assert (explain(q, k, config=odd).action, explain(q, k, config=odd).origin) == ("validate", "config=")
+    qk_score(q, k, config=odd)
+    answer = explain(q, k, config=odd)
+    assert (answer.action, answer.ready, answer.config, answer.path) == ("launch", True, odd, None)
+    assert explain(q, k).action == "tune"
+
+
+@needs_kernels
+def test_a_given_config_that_was_rejected_is_explained(device, monkeypatch):
+    q, k = inputs(device)
+    monkeypatch.setattr(accept, "build", lambda *_: (_ for _ in ()).throw(RuntimeError("PassManager::run failed")))
+    answer = explain(q, k, config=ONE)
+    assert (answer.action, answer.config, answer.receipt) == ("raise", ONE, None)
+    with pytest.raises(RejectedConfigError):
+        qk_score(q, k, config=ONE)
+
+
+@needs_kernels
+def test_what_is_bound_is_explained_though_another_winner_was_stored_since(device):
+    store(device)
+    q, k = inputs(device)
+    qk_score(q, k)
+    store(device, KernelConfig(128, 128, num_warps=4))
+    resolver_for.cache_clear()
+    answer = explain(q, k)
+    assert (answer.action, answer.config, answer.origin, answer.path) == ("launch", ONE, "chosen earlier", None)
+    assert answer.receipt.correct
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or interpreting(), reason="there are kernels")
+def test_on_a_cpu_torch_computes():
+    answer = explain(*inputs("cpu"))
+    assert (answer.action, answer.config) == ("torch", None)
+    assert "torch" in str(answer)
+
+
+def test_explain_refuses_what_qk_score_refuses(device):
+    q, k = inputs(device)
+    with pytest.raises(TypeError, match="k: expected q's dtype"):
+        explain(q, k.half())
+    with pytest.raises(ValueError, match="layout"):
+        explain(q, k, layout="BHLD")
+
+
+@pytest.mark.gpu
+def test_a_cold_capture_after_warmup_replays_right(device):
+    warmup(**shape(max_seq_len=512))
+    q, k = inputs(device)
+    out = torch.zeros(1, 1, 40, device=device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        qk_score(q, k, out=out)
+    graph.replay()
+    assert_scores(out, q, k)
+
+
+def test_serving_is_public():
+    import tunedqk
+
+    assert tunedqk.warmup is serving.warmup
+    assert tunedqk.explain is serving.explain

@@ -1,0 +1,41 @@
+"""The binaries that this process has bound to slots: what a warm call finds, and a cold one adds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tunedqk.device import interpreting
+from tunedqk.errors import CaptureError
+
+if TYPE_CHECKING:
+    from tunedqk.call import Slot
+    from tunedqk.launch import Binary
+
+binaries: dict[Slot, Binary] = {}
+
+
+def make_ready(slot: Slot, seq_len: int) -> Binary:
+    """The cold path of a call: find, tune or validate, and remember."""
+    if slot.device >= 0 and torch.cuda.is_current_stream_capturing():
+        return _ready_for_capture(slot, seq_len)
+    from tunedqk.resolve import resolver_for  # what tunes and validates, imported when something is
+
+    resolver = resolver_for(torch.device("cpu") if interpreting() else torch.device("cuda", slot.device))
+    with resolver.lock:
+        if slot not in binaries:  # another thread may have been here
+            with torch.inference_mode(mode=False), torch.no_grad():
+                binaries[slot] = resolver.resolve(slot.variant, seq_len, slot.config)
+    return binaries[slot]
+
+
+def _ready_for_capture(slot: Slot, seq_len: int) -> Binary:
+    """During a capture nothing can be validated: any accepted binary of the variant does."""
+    for other, binary in binaries.items():
+        if other[:2] == slot[:2] and slot.config in (None, other.config):
+            return binary
+    raise CaptureError(
+        f"{slot.variant.key(seq_len)} ({slot.variant}): no accepted binary is ready, and a CUDA graph is being "
+        "captured. Make one such call, or call tunedqk.warmup, before the capture; `tunedqk pretune` makes that short."
+    )

@@ -1,0 +1,191 @@
+"""For servers: everything ready before the first request, and what a call would use."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from tunedqk import ready
+from tunedqk.arguments import check
+from tunedqk.call import Slot, call_of
+from tunedqk.config import MIN_BUCKET, KernelConfig, TuningKey, bucket
+from tunedqk.device import interpreting
+from tunedqk.launch import ALIGNMENT, Variant
+from tunedqk.records import Entry, Receipt
+from tunedqk.resolve import Mode, mode, resolver_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tunedqk.records import Found
+    from tunedqk.resolve import Resolver
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """What a call would use, and do first; as a string, in words.
+
+    action: "launch"; "validate", "tune" (each once, and then launch); "raise"; "torch" for torch operations on a CPU.
+    origin: where the config comes from. path, entry: the file of a stored winner, and what it says. receipt: the
+    verdict on the binary, if there is one. ready: whether this process has bound the binary already.
+    """
+
+    key: TuningKey
+    variant: str
+    action: str
+    origin: str = "nowhere"
+    config: KernelConfig | None = None
+    path: str | None = None
+    entry: Entry | None = None
+    receipt: Receipt | None = None
+    ready: bool = False
+
+    def __str__(self) -> str:
+        lines = [f"{self.key} ({self.variant}): {self.action}"]
+        if self.config is not None:
+            lines.append(f"  config: {self.config} ({self.origin}{f', {self.path}' if self.path else ''})")
+        if self.entry is not None:
+            toolchain = self.entry.toolchain
+            lines.append(f"  tuned at {self.entry.tuned_at}, Triton {toolchain.triton}, torch {toolchain.torch}")
+        if self.receipt is not None:
+            error = "" if self.receipt.max_error is None else f", error {self.receipt.max_error} of what is allowed"
+            lines.append(f"  receipt: {self.receipt.verdict}{error}, {self.receipt.validated_at}")
+        elif self.config is not None:
+            lines.append("  receipt: none")
+        return "\n".join(lines)
+
+
+def explain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    layout: str = "NHD",
+    fill: float | None = -math.inf,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    config: KernelConfig | None = None,
+) -> Explanation:
+    """Say what `qk_score` with these arguments would use: which config, from which file, with which receipt.
+
+    The binary may be compiled, since a receipt goes by its hash. Nothing is launched, tuned or stored. TypeError and
+    ValueError as for `qk_score`.
+    """
+    call = call_of(q, k, layout, fill, out, out_dtype, config)
+    return _explain(call.slot(q, k), call.sizes.seq_len)
+
+
+def warmup(
+    *,
+    head_dim: int,
+    q_heads: int,
+    kv_heads: int,
+    max_seq_len: int,
+    dtype: torch.dtype = torch.bfloat16,
+    out_dtype: torch.dtype | None = None,
+    aligned: bool | None = None,
+    device: torch.device | str | int | None = None,
+) -> list[Explanation]:
+    """Make ready what calls of one shape need: for every seq_len up to `max_seq_len`, any batch size, either layout.
+
+    After it such a call compiles, validates and tunes nothing and opens no file, also inside a CUDA graph capture.
+
+    Args:
+        head_dim: elements of a query or key, 1 to 576.
+        q_heads: query heads of the model, or of this rank.
+        kv_heads: KV heads; q_heads is a multiple.
+        max_seq_len: the longest cache, in positions.
+        dtype: of q and k: float32, float16 or bfloat16.
+        out_dtype: of the scores; dtype by default.
+        aligned: whether addresses and strides of q and k are multiples of 16 bytes. By default what they are in
+            contiguous tensors; a server that also passes others warms up for both.
+        device: the current CUDA device by default.
+
+    Returns:
+        One explanation for each seq_len bucket.
+
+    What is missing is tuned, or replaced, or an error, as TUNEDQK_MODE says. Raises what `qk_score` raises.
+    """
+    for name, value in (
+        ("head_dim", head_dim), ("q_heads", q_heads), ("kv_heads", kv_heads), ("max_seq_len", max_seq_len)
+    ):  # fmt: skip
+        if type(value) is not int:
+            raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+        if value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype: expected a torch.dtype, got {type(dtype).__name__}")
+    sizes = check(
+        torch.empty((1, q_heads, head_dim), dtype=dtype),
+        torch.empty((1, 1, kv_heads, head_dim), dtype=dtype),
+        "NHD", None, out_dtype,
+    )  # fmt: skip
+    if aligned is None:
+        aligned = head_dim * dtype.itemsize % ALIGNMENT == 0
+    index = _index(device)
+    variant = Variant(head_dim, q_heads // kv_heads, dtype, sizes.out_dtype, aligned)
+    slots = []
+    length = MIN_BUCKET
+    while length <= bucket(max_seq_len):
+        slots.append(Slot(index, variant, length, None))
+        length *= 2
+    if index >= 0 or interpreting():
+        for slot in slots:
+            if slot not in ready.binaries:
+                ready.make_ready(slot, slot.bucket)
+    return [_explain(slot, slot.bucket) for slot in slots]
+
+
+def _index(device: torch.device | str | int | None) -> int:
+    """The index of a CUDA device, -1 for the CPU."""
+    if device is None:
+        return torch.cuda.current_device() if torch.cuda.is_available() and not interpreting() else -1
+    place = torch.device(device)
+    if place.type == "cuda":
+        return torch.cuda.current_device() if place.index is None else place.index
+    if place.type != "cpu":
+        raise ValueError(f"device: expected a CUDA or CPU device, got {place}")
+    return -1
+
+
+def _explain(slot: Slot, seq_len: int) -> Explanation:
+    key = slot.variant.key(seq_len)
+    about = Explanation(key=key, variant=str(slot.variant), action="torch")
+    if slot.device < 0 and not interpreting():
+        return about
+    resolver = resolver_for(torch.device("cpu") if interpreting() else torch.device("cuda", slot.device))
+    bound = ready.binaries.get(slot)
+    with resolver.lock:
+        for origin, config, found in _choices(resolver, slot, key):
+            built = resolver.door.build(slot.variant, config)
+            receipt = None if built.binary is None else resolver.db.receipt(built.binary.hash)
+            if bound is not None and config != bound.config:
+                continue
+            about = msgspec.structs.replace(
+                about, origin=origin, config=config, receipt=receipt, ready=bound is not None,
+                path=found and str(found.path), entry=found and found.entry,
+            )  # fmt: skip
+            if built.binary is not None and (receipt is None or receipt.correct):
+                known = bound is not None or (receipt is not None and key.seq_len in receipt.seq_lens)
+                return msgspec.structs.replace(about, action="launch" if known else "validate")
+    if bound is not None:  # what it was chosen for is no longer stored
+        return msgspec.structs.replace(
+            about, action="launch", origin="chosen earlier", config=bound.config, ready=True,
+            receipt=resolver.db.receipt(bound.hash), path=None, entry=None,
+        )  # fmt: skip
+    tunes = slot.config is None and mode() is Mode.TUNE
+    return msgspec.structs.replace(about, action="tune" if tunes else "raise")
+
+
+def _choices(resolver: Resolver, slot: Slot, key: TuningKey) -> Iterator[tuple[str, KernelConfig, Found | None]]:
+    """The configs that a call would try, in order, before it tunes or gives up."""
+    if slot.config is not None:
+        yield "config=", slot.config, None
+        return
+    found = resolver.db.winner(key)
+    if found is not None:
+        yield "the stored winner", found.entry.config, found
+    if mode() is Mode.CACHED:
+        for origin, config in resolver.guesses(key):
+            yield origin, config, None
