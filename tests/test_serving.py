@@ -109,9 +109,9 @@ def test_warmup_twice_does_nothing(device, monkeypatch):
     assert warmup(**shape(), device=place(device)) == first
 
 
-@pytest.mark.skipif(torch.cuda.is_available() or interpreting(), reason="there are kernels to warm up")
-def test_without_kernels_there_is_nothing_to_warm_up():
-    assert [explanation.action for explanation in warmup(**shape())] == ["torch"] * 2
+def test_where_torch_computes_there_is_nothing_to_warm_up(monkeypatch):
+    monkeypatch.setattr(serving, "interpreting", lambda: False)
+    assert [explanation.action for explanation in warmup(**shape(), device="cpu")] == ["torch"] * 2
     assert ready.binaries == {}
 
 
@@ -231,11 +231,11 @@ def test_what_is_bound_is_explained_though_another_winner_was_stored_since(devic
     assert answer.receipt.correct
 
 
-@pytest.mark.skipif(torch.cuda.is_available() or interpreting(), reason="there are kernels")
-def test_on_a_cpu_torch_computes():
+def test_where_torch_computes_that_is_the_explanation(monkeypatch):
+    monkeypatch.setattr(serving, "interpreting", lambda: False)
     answer = explain(*inputs("cpu"))
     assert (answer.action, answer.config) == ("torch", None)
-    assert "torch" in str(answer)
+    assert str(answer).endswith(": torch")
 
 
 def test_explain_refuses_what_qk_score_refuses(device):

@@ -1,0 +1,254 @@
+"""The command line, from arguments to files and exit status."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+
+import msgspec
+import mutants
+import pytest
+import torch
+from rich.console import Console
+
+from tunedqk import accept, cli, config, pretune, tune
+from tunedqk.config import KernelConfig
+from tunedqk.db import TuningDB
+from tunedqk.device import identity_of
+from tunedqk.errors import NoAcceptedConfigError
+from tunedqk.validate import Validator
+
+ONE_SHAPE = ("--head-dims", "16", "--dtypes", "float32", "--rows", "1")
+TWO_KEYS = ("pretune", *ONE_SHAPE, "--seq-lens", "512,1000")
+
+
+@pytest.fixture(autouse=True)
+def few(cache_dir, monkeypatch):
+    """Two candidates for every key, and a cache directory of its own."""
+    configs = [KernelConfig(64, 64, num_warps=4), KernelConfig(128, 128, num_warps=4)]
+    for module in (tune, pretune):
+        monkeypatch.setattr(module, "candidates", lambda *_: list(configs))
+    return configs
+
+
+@pytest.fixture
+def run(capsys):
+    """Run a command: exit status and standard output."""
+
+    def command(*arguments):
+        status = cli.main([str(argument) for argument in arguments])
+        return status, capsys.readouterr().out
+
+    return command
+
+
+def db_of(device, folder=None):
+    place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+    return TuningDB(identity_of(place), folder, [])
+
+
+def lengths(db):
+    return [found.entry.key.seq_len for found in db.entries()]
+
+
+def tuned_keys(monkeypatch):
+    """The keys that are tuned from now on, with their incumbents."""
+    seen, whole = [], tune.tune
+
+    def spy(key, *arguments, incumbent=None, **named):
+        seen.append((key.seq_len, incumbent))
+        return whole(key, *arguments, incumbent=incumbent, **named)
+
+    monkeypatch.setattr(pretune, "tune", spy)
+    return seen
+
+
+# --- pretune ---
+
+
+def test_a_dry_run_says_what_would_happen_and_does_nothing(run, device, cache_dir):
+    status, text = run(*TWO_KEYS, "--dry-run")
+    assert status == 0
+    assert f"2 of 2 keys to tune, into {db_of(device).path}" in text
+    assert "head_dim 16, float32, rows 1, seq_len 1024: 2 configs" in text
+    assert "4 configs in all. Nothing was tuned." in text
+    assert not cache_dir.exists()
+
+
+def test_pretune_tunes_each_key_once(run, device, monkeypatch):
+    tuned = tuned_keys(monkeypatch)
+    status, text = run(*TWO_KEYS)
+    assert status == 0
+    assert lengths(db_of(device)) == [512, 1024]
+    assert re.search(r"2 keys tuned in .*, 0 had a winner, 0 failed", text)
+    # The same in a new process: winners with receipts, so nothing to tune or to validate.
+    monkeypatch.setattr(Validator, "check", None)
+    monkeypatch.setattr(Validator, "check_length", None)
+    status, text = run(*TWO_KEYS)
+    assert status == 0
+    assert "0 of 2 keys to tune" in text
+    assert "Nothing to do: all 2 keys have a winner with a receipt." in text
+    assert [seq_len for seq_len, _ in tuned] == [512, 1024]
+
+
+def test_a_stopped_run_keeps_what_is_finished_and_goes_on_there(run, device, monkeypatch, capsys):
+    whole = tune.tune
+
+    def stopped(key, *arguments, **named):
+        if key.seq_len == 1024:
+            raise KeyboardInterrupt
+        return whole(key, *arguments, **named)
+
+    monkeypatch.setattr(pretune, "tune", stopped)
+    assert cli.main(list(TWO_KEYS)) == 130
+    assert "Stopped. What was finished is saved" in capsys.readouterr().err
+    assert lengths(db_of(device)) == [512]
+    monkeypatch.setattr(pretune, "tune", whole)
+    tuned = tuned_keys(monkeypatch)
+    assert run(*TWO_KEYS)[0] == 0
+    assert tuned == [(1024, None)]
+    assert lengths(db_of(device)) == [512, 1024]
+
+
+def test_force_tunes_again_against_the_incumbent(run, device, monkeypatch):
+    run(*TWO_KEYS)
+    winners = [found.entry.config for found in db_of(device).entries()]
+    tuned = tuned_keys(monkeypatch)
+    status, text = run(*TWO_KEYS, "--force")
+    assert status == 0
+    assert "2 of 2 keys to tune" in text
+    assert tuned == [(512, winners[0]), (1024, winners[1])]
+
+
+def test_out_is_another_folder_that_knows_nothing_else(run, device, tmp_path, cache_dir, monkeypatch):
+    run(*TWO_KEYS)
+    before = db_of(device).path.read_bytes()
+    tuned = tuned_keys(monkeypatch)
+    assert run(*TWO_KEYS, "--out", tmp_path / "elsewhere")[0] == 0
+    assert [seq_len for seq_len, _ in tuned] == [512, 1024]
+    assert lengths(db_of(device, tmp_path / "elsewhere")) == [512, 1024]
+    assert db_of(device).path.read_bytes() == before
+
+
+def test_a_key_that_fails_is_told_and_the_others_go_on(run, device, monkeypatch):
+    whole = tune.tune
+
+    def failing(key, *arguments, **named):
+        if key.seq_len == 512:
+            raise NoAcceptedConfigError("no candidate agreed with the loop kernel")
+        return whole(key, *arguments, **named)
+
+    monkeypatch.setattr(pretune, "tune", failing)
+    status, text = run(*TWO_KEYS)
+    assert status == 1
+    assert "no candidate agreed with the loop kernel" in text
+    assert "1 failed" in text
+    assert lengths(db_of(device)) == [1024]
+
+
+def test_a_winner_that_is_rejected_is_tuned_again(run, device, few, monkeypatch):
+    run(*TWO_KEYS)
+    db = db_of(device)
+    entry = db.entries()[0].entry
+    receipts = [msgspec.structs.replace(receipt, verdict="wrong result", seq_lens=()) for receipt in db.receipts()]
+    assert db.record(receipts=[receipt for receipt in receipts if f"{entry.config}" in receipt.what])
+    tuned = tuned_keys(monkeypatch)
+    status, _ = run(*TWO_KEYS)
+    assert status == 0
+    assert [seq_len for seq_len, _ in tuned][:1] == [512]
+    assert db_of(device).entries()[0].entry.config != entry.config
+
+
+def test_two_runs_at_once_tune_a_key_once(cache_dir, device):
+    code = (
+        "import sys; from tunedqk import cli, pretune, tune; from tunedqk.config import KernelConfig;"
+        "few = lambda *_: [KernelConfig(c, c, num_warps=4) for c in (64, 128)];"
+        "tune.candidates = pretune.candidates = few; sys.exit(cli.main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, *TWO_KEYS]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    texts = [process.communicate(timeout=300)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    counts = [re.search(r"(\d+) keys? tuned in .*, (\d+) had a winner", text) for text in texts]
+    tuned = sum(int(match[1]) for match in counts if match)
+    assert tuned == 2, texts
+    assert lengths(db_of(device)) == [512, 1024]
+
+
+def test_a_terminal_gets_a_bar_with_the_time_left(device, monkeypatch):
+    screen = io.StringIO()
+    monkeypatch.setattr(cli, "_console", lambda: Console(file=screen, force_terminal=True, width=120))
+    assert cli.main(list(TWO_KEYS)) == 0
+    text = screen.getvalue()
+    assert "2/2" in text
+    assert "0:00:00" in text
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        pytest.param((), 540, id="default"),
+        pytest.param(("--quick",), 4, id="quick"),
+        pytest.param(("--all",), len(config.grid(config.WHOLE_GRID.head_dims, rows=config.WHOLE_GRID.rows)), id="all"),
+        pytest.param(("--quick", "--rows", "8"), 2, id="quick, rows by hand"),
+        pytest.param(("--head-dims", "64,64", "--seq-lens", "600,1000,1024"), 12, id="one bucket, no key twice"),
+    ],
+)
+def test_the_keys_of_a_run(chosen, expected):
+    assert len(cli._keys(cli._parser().parse_args(["pretune", *chosen]))) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(("pretune", "--head-dims", "577"), "expected numbers from 1 to 576", id="head_dim 577"),
+        pytest.param(("pretune", "--rows", "four"), "expected numbers like 64,128, got 'four'", id="no number"),
+        pytest.param(("pretune", "--dtypes", "float64"), "got 'float64'", id="float64"),
+        pytest.param(("pretune", "--quick", "--all"), "not allowed with", id="quick and all"),
+        pytest.param((), "required", id="no command"),
+    ],
+)
+def test_bad_arguments_are_named(capsys, arguments, message, cache_dir):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(list(arguments))
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not cache_dir.exists()
+
+
+# --- show and verify ---
+
+
+def test_show_lists_the_winners_of_every_file(run, device, tmp_path):
+    run(*TWO_KEYS)
+    path = db_of(device).path
+    status, text = run("show", path)
+    assert status == 0
+    assert "2 winners" in text
+    assert str(path) in text.replace("\n", "")
+    assert "1024" in text
+    assert run("show")[0] == 0  # with what is shipped
+
+
+def test_show_of_a_spoiled_file_is_an_error_and_changes_nothing(capsys, tmp_path):
+    spoiled = tmp_path / "file.json"
+    spoiled.write_text("{")
+    assert cli.main(["show", str(spoiled)]) == 1
+    assert "file.json" in capsys.readouterr().err
+    assert spoiled.read_text() == "{"
+
+
+def test_verify_validates_though_there_are_receipts(run, monkeypatch, few):
+    run(*TWO_KEYS)
+    status, text = run("verify")
+    assert status == 0
+    assert "2 of 2 winners are correct" in text
+    assert re.search(r"[1-9]\d* binaries validated again", text)
+    build = mutants.builder(mutants.LAST_POSITION_SKIPPED, lambda *_: True)
+    monkeypatch.setattr(accept, "build", build)
+    status, text = run("verify")
+    assert status == 1
+    assert "0 of 2 winners are correct" in text
+    assert "wrong result" in text
