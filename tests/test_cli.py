@@ -240,15 +240,16 @@ def test_show_of_a_spoiled_file_is_an_error_and_changes_nothing(capsys, tmp_path
     assert spoiled.read_text() == "{"
 
 
-def test_verify_validates_though_there_are_receipts(run, monkeypatch, few):
-    run(*TWO_KEYS)
-    status, text = run("verify")
+def test_verify_validates_though_there_are_receipts(run, monkeypatch, tmp_path):
+    out = ("--out", tmp_path / "out")  # and not what is shipped, too
+    run(*TWO_KEYS, *out)
+    status, text = run("verify", *out)
     assert status == 0
     assert "2 of 2 winners are correct" in text
     assert re.search(r"[1-9]\d* binaries validated again", text)
     build = mutants.builder(mutants.LAST_POSITION_SKIPPED, lambda *_: True)
     monkeypatch.setattr(accept, "build", build)
-    status, text = run("verify")
+    status, text = run("verify", *out)
     assert status == 1
     assert "0 of 2 winners are correct" in text
     assert "wrong result" in text
