@@ -106,6 +106,24 @@ def test_a_lazily_negated_view_is_refused_though_the_shapes_are_known():
             of(*arguments)
 
 
+class Lookalike:
+    """Everything of a tensor but the type."""
+
+    def __init__(self, tensor):
+        self._tensor = tensor
+
+    def __getattr__(self, name):
+        return getattr(self._tensor, name)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "out"])
+def test_what_only_looks_like_a_tensor_is_refused_though_the_shapes_are_known(name):
+    arguments = dict(zip(("q", "k"), tensors(), strict=True)) | {"out": torch.empty(2, 4, 8)}
+    of(**arguments)
+    with pytest.raises(TypeError, match=f"{name}: expected a torch.Tensor, got Lookalike"):
+        of(**arguments | {name: Lookalike(arguments[name])})
+
+
 def test_calls_are_not_remembered_without_end(monkeypatch):
     monkeypatch.setattr(call, "MAX_CALLS", 4)
     for seq_len in range(1, 20):

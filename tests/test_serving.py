@@ -116,15 +116,19 @@ def test_where_torch_computes_there_is_nothing_to_warm_up(monkeypatch):
 
 
 BAD = [
-    pytest.param({"head_dim": 577}, ValueError, "head_dim from 1 to 576, got 577", id="head_dim 577"),
-    pytest.param({"head_dim": 0}, ValueError, "head_dim: expected at least 1, got 0", id="head_dim 0"),
-    pytest.param({"max_seq_len": 0}, ValueError, "max_seq_len: expected at least 1, got 0", id="max_seq_len 0"),
+    pytest.param({"head_dim": 577}, ValueError, "head_dim: expected from 1 to 576, got 577", id="head_dim 577"),
+    pytest.param({"head_dim": 0}, ValueError, "head_dim: expected from 1 to 576, got 0", id="head_dim 0"),
+    pytest.param({"max_seq_len": 0}, ValueError, "max_seq_len: expected from 1 .*, got 0", id="max_seq_len 0"),
     pytest.param({"max_seq_len": 1e6}, TypeError, "max_seq_len: expected an int, got float", id="a float"),
     pytest.param({"q_heads": True}, TypeError, "q_heads: expected an int, got bool", id="a bool"),
     pytest.param({"q_heads": 3, "kv_heads": 2}, ValueError, "multiple of kv_heads 2, got 3", id="3 heads over 2"),
     pytest.param({"dtype": "float32"}, TypeError, "dtype: expected a torch.dtype, got str", id="dtype a name"),
     pytest.param({"dtype": torch.float64}, TypeError, "got torch.float64", id="float64"),
     pytest.param({"out_dtype": torch.int32}, TypeError, "out_dtype: expected", id="out_dtype int32"),
+    pytest.param({"max_seq_len": 2**70}, ValueError, "max_seq_len: expected from 1", id="2**70 positions"),
+    pytest.param({"q_heads": 2**63}, ValueError, "q_heads: expected from 1 to 2147483647", id="2**63 heads"),
+    pytest.param({"head_dim": 10**14}, ValueError, "head_dim: expected from 1 to 576", id="head_dim 10**14"),
+    pytest.param({"aligned": "no"}, TypeError, "aligned: expected a bool or None, got str", id="aligned a string"),
     pytest.param({"device": "meta"}, ValueError, "device: expected a CUDA or CPU device, got meta", id="meta"),
 ]
 
@@ -238,12 +242,25 @@ def test_where_torch_computes_that_is_the_explanation(monkeypatch):
     assert str(answer).endswith(": torch")
 
 
+def test_an_empty_result_is_explained(device, monkeypatch):
+    monkeypatch.setenv("TUNEDQK_MODE", "strict")
+    q, k = inputs(device)
+    assert explain(q, k[:, :0]).action == "nothing"
+    assert qk_score(q, k[:, :0]).shape == (1, 1, 0)
+
+
 def test_explain_refuses_what_qk_score_refuses(device):
     q, k = inputs(device)
     with pytest.raises(TypeError, match="k: expected q's dtype"):
         explain(q, k.half())
     with pytest.raises(ValueError, match="layout"):
         explain(q, k, layout="BHLD")
+    with pytest.raises(TypeError, match="fill: expected a number"):
+        explain(q, k, fill="x")
+    with pytest.raises(TypeError, match="scale: expected a number"):
+        explain(q, k, scale="x")
+    with pytest.raises(ValueError, match="memory that overlaps q"):
+        explain(q, k[:, :16], out=q)
 
 
 @pytest.mark.gpu

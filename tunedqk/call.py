@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 # Each step of a decode loop is another seq_len; what is older than this many is not asked for again.
 MAX_CALLS = 1024
 
+_TENSOR_OR_NONE = (torch.Tensor, type(None))
+
 
 class Slot(NamedTuple):
     """What calls must share to launch the same binary. device: its index, -1 for the CPU."""
@@ -75,6 +77,8 @@ def call_of(
         traits = (
             *_traits(q), *_traits(k), None if out is None else _traits(out),
             layout, fill is None, out_dtype, config, needs_grad,
+            # What only looks like a tensor may have all traits of one.
+            isinstance(q, torch.Tensor), isinstance(k, torch.Tensor), isinstance(out, _TENSOR_OR_NONE),
         )  # fmt: skip
         known = _calls.get(traits)
     except (AttributeError, TypeError, RuntimeError):  # no or odd tensors, or what does not hash: the checks say it

@@ -9,9 +9,9 @@ import msgspec
 import torch
 
 from tunedqk import ready
-from tunedqk.arguments import check
+from tunedqk.arguments import check, check_number
 from tunedqk.call import Slot, call_of
-from tunedqk.config import MIN_BUCKET, KernelConfig, TuningKey, bucket
+from tunedqk.config import MAX_HEAD_DIM, MIN_BUCKET, KernelConfig, TuningKey, bucket
 from tunedqk.device import interpreting
 from tunedqk.launch import ALIGNMENT, Variant
 from tunedqk.records import Entry, Receipt
@@ -24,10 +24,14 @@ if TYPE_CHECKING:
     from tunedqk.resolve import Resolver
 
 
+MAX_SIZE = 2**31 - 1
+
+
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """What a call would use, and do first; as a string, in words.
 
-    action: "launch"; "validate", "tune" (each once, and then launch); "raise"; "torch" for torch operations on a CPU.
+    action: "launch"; "validate", "tune" (each once, and then launch); "raise"; "torch" for torch
+    operations on a CPU; "nothing" where there is no score to write.
     origin: where the config comes from. path, entry: the file of a stored winner, and what it says. receipt: the
     verdict on the binary, if there is one. ready: whether this process has bound the binary already.
     """
@@ -61,6 +65,7 @@ def explain(
     q: torch.Tensor,
     k: torch.Tensor,
     *,
+    scale: float | None = 1.0,
     layout: str = "NHD",
     fill: float | None = -math.inf,
     out: torch.Tensor | None = None,
@@ -73,7 +78,15 @@ def explain(
     ValueError as for `qk_score`.
     """
     call = call_of(q, k, layout, fill, out, out_dtype, config)
-    return _explain(call.slot(q, k), call.sizes.seq_len)
+    for name, number in (("scale", scale), ("fill", fill)):
+        if number is not None:
+            check_number(name, number)
+    if out is not None:
+        call.check_memory(q, k, out)
+    slot = call.slot(q, k)
+    if not call.elements:
+        return Explanation(key=slot.variant.key(call.sizes.seq_len), variant=str(slot.variant), action="nothing")
+    return _explain(slot, call.sizes.seq_len)
 
 
 def warmup(
@@ -107,18 +120,14 @@ def warmup(
 
     What is missing is tuned, or replaced, or an error, as TUNEDQK_MODE says. Raises what `qk_score` raises.
     """
-    for name, value in (
-        ("head_dim", head_dim), ("q_heads", q_heads), ("kv_heads", kv_heads), ("max_seq_len", max_seq_len)
-    ):  # fmt: skip
-        if type(value) is not int:
-            raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-        if value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
+    _check_sizes(head_dim=head_dim, q_heads=q_heads, kv_heads=kv_heads, max_seq_len=max_seq_len)
+    if aligned is not None and not isinstance(aligned, bool):
+        raise TypeError(f"aligned: expected a bool or None, got {type(aligned).__name__}")
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype: expected a torch.dtype, got {type(dtype).__name__}")
+    row = torch.empty(head_dim, dtype=dtype, device="cpu")
     sizes = check(
-        torch.empty((1, q_heads, head_dim), dtype=dtype),
-        torch.empty((1, 1, kv_heads, head_dim), dtype=dtype),
+        row.expand(1, q_heads, head_dim), row.expand(1, 1, kv_heads, head_dim),
         "NHD", None, out_dtype,
     )  # fmt: skip
     if aligned is None:
@@ -135,6 +144,15 @@ def warmup(
             if slot not in ready.binaries:
                 ready.make_ready(slot, slot.bucket)
     return [_explain(slot, slot.bucket) for slot in slots]
+
+
+def _check_sizes(**sizes: object) -> None:
+    for name, value in sizes.items():
+        if type(value) is not int:
+            raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+        most = MAX_HEAD_DIM if name == "head_dim" else MAX_SIZE
+        if not 1 <= value <= most:
+            raise ValueError(f"{name}: expected from 1 to {most}, got {value}")
 
 
 def _index(device: torch.device | str | int | None) -> int:
