@@ -71,6 +71,30 @@ def autotuned(monkeypatch):
     return asked, events
 
 
+@pytest.fixture
+def compiled_elsewhere(monkeypatch):
+    """Candidates go the way of a GPU, through a pool of compiling processes; the test says what those do."""
+    monkeypatch.setattr(builder, "interpreting", lambda: False)
+    monkeypatch.setattr(builder, "target_of", lambda _: None)
+    monkeypatch.setattr(builder, "is_built", lambda *_: False)
+    monkeypatch.setattr(CompilePool, "start", lambda _: None)
+
+
+@pytest.fixture
+def ranked(few, monkeypatch):
+    """The candidates' order after timing: as they are listed."""
+    rank = {config: float(1 + place) for place, config in enumerate(few)}
+    timings = tune._timings
+
+    def ranked_timings(*arguments):
+        return {
+            config: msgspec.structs.replace(timing, worst_slowdown=rank[config])
+            for config, timing in timings(*arguments).items()
+        }
+
+    monkeypatch.setattr(tune, "_timings", ranked_timings)
+
+
 def spoil(monkeypatch, *configs):
     """Make the binaries of these configs skip a position; of all configs if none is given."""
     build = mutants.builder(mutants.LAST_POSITION_SKIPPED, lambda _, config: not configs or config in configs)
@@ -221,40 +245,32 @@ def test_candidates_that_do_not_compile_are_counted(make_door, few, monkeypatch)
     assert entry.rejected == {"out of resources": 1, "did not compile": 1}
 
 
-@pytest.mark.parametrize("twin", [pytest.param(False, id="itself"), pytest.param(True, id="its twin")])
-def test_a_candidate_that_crashes_the_compiler_is_counted_and_not_built_here(make_door, few, monkeypatch, twin):
+@pytest.mark.parametrize(
+    "out_dtype", [pytest.param(torch.bfloat16, id="itself"), pytest.param(torch.float32, id="twin")]
+)
+@pytest.mark.usefixtures("compiled_elsewhere", "ranked")
+def test_a_candidate_that_crashes_the_compiler_is_counted_and_not_built_here(make_door, few, monkeypatch, out_dtype):
     key = tuning_key(1, 16, "bfloat16", 1)
-    crashing = few if twin else few[:1]
-
-    def crashes(out_dtype, config):
-        return config in crashing[:2] and (out_dtype == torch.float32) == twin
 
     def compile_elsewhere(_, __, asked):
-        out_dtype = torch.float32 if asked.out_dtype == "fp32" else torch.bfloat16
-        if any(crashes(out_dtype, config) and asked.arguments["CHUNK_SIZE"] == config.CHUNK_SIZE for config in few):
+        wanted = asked.out_dtype == {torch.bfloat16: "bf16", torch.float32: "fp32"}[out_dtype]
+        if wanted and asked.arguments["CHUNK_SIZE"] in {config.CHUNK_SIZE for config in few[:2]}:
             raise CompilerCrashedError("the compiler crashed: SIGSEGV")
         return True
 
     def build(device, variant, config):
-        assert not crashes(variant.out_dtype, config)
+        assert variant.out_dtype != out_dtype or config == few[2]
         return launch.build(device, variant, config)
 
-    monkeypatch.setattr(builder, "interpreting", lambda: False)
-    monkeypatch.setattr(builder, "target_of", lambda _: None)
-    monkeypatch.setattr(builder, "is_built", lambda *_: False)
-    monkeypatch.setattr(CompilePool, "start", lambda _: None)
     monkeypatch.setattr(CompilePool, "compile", compile_elsewhere)
     monkeypatch.setattr(accept, "build", build)
     entry = tune.tune(key, make_door())
-    if twin:  # of the two, those that came before the winner
-        assert entry.config == few[2]
-        assert set(entry.rejected) <= {"did not compile"}
-    else:
-        assert entry.config in few[1:]
-        assert entry.rejected == {"did not compile": 1}
+    assert entry.config == few[2]
+    assert entry.rejected == {"did not compile": 2}
 
 
-def test_what_is_not_built_when_tuning_ends_is_left(make_door, few, monkeypatch):
+@pytest.mark.usefixtures("compiled_elsewhere", "few")
+def test_what_is_not_built_when_tuning_ends_is_left(make_door, monkeypatch):
     started, going_on = threading.Event(), threading.Event()
     killed = []
 
@@ -271,10 +287,6 @@ def test_what_is_not_built_when_tuning_ends_is_left(make_door, few, monkeypatch)
         assert started.wait(60)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(builder, "interpreting", lambda: False)
-    monkeypatch.setattr(builder, "target_of", lambda _: None)
-    monkeypatch.setattr(builder, "is_built", lambda *_: False)
-    monkeypatch.setattr(CompilePool, "start", lambda _: None)
     monkeypatch.setattr(CompilePool, "compile", compile_elsewhere)
     monkeypatch.setattr(CompilePool, "kill", kill)
     monkeypatch.setattr(accept, "build", lambda *_: pytest.fail("built though nobody waits"))
@@ -284,12 +296,10 @@ def test_what_is_not_built_when_tuning_ends_is_left(make_door, few, monkeypatch)
     assert killed
 
 
-def test_a_builder_that_finds_no_target_leaves_no_process(make_door, few, monkeypatch):
+@pytest.mark.usefixtures("compiled_elsewhere", "few")
+def test_a_builder_that_finds_no_target_leaves_no_process(make_door, monkeypatch):
     closed = []
-    monkeypatch.setattr(builder, "interpreting", lambda: False)
-    monkeypatch.setattr(CompilePool, "start", lambda _: None)
     monkeypatch.setattr(CompilePool, "close", lambda _: closed.append(True))
-    monkeypatch.setattr(builder, "is_built", lambda *_: False)
     monkeypatch.setattr(builder, "target_of", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         tune.tune(KEY, make_door())
@@ -346,21 +356,13 @@ def test_an_only_survivor_is_tuned(make_door, few, monkeypatch):
     assert entry.rejected == {"wrong result": 2}
 
 
+@pytest.mark.usefixtures("ranked")
 def test_a_winner_whose_fp32_twin_is_wrong_gives_way(make_door, few, monkeypatch):
     key = tuning_key(1, 16, "bfloat16", 1)
-    rank = {config: float(1 + place) for place, config in enumerate(few)}
-    timings = tune._timings
-
-    def ranked_timings(*arguments):
-        return {
-            config: msgspec.structs.replace(timing, worst_slowdown=rank[config])
-            for config, timing in timings(*arguments).items()
-        }
 
     def is_wrong(variant, config):
         return variant.out_dtype == torch.float32 and config in few[:2]
 
-    monkeypatch.setattr(tune, "_timings", ranked_timings)
     monkeypatch.setattr(accept, "build", mutants.builder(mutants.BF16_PRODUCTS, is_wrong))
     door = make_door()
     entry = tune.tune(key, door)

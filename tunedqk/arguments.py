@@ -21,7 +21,6 @@ class Sizes(NamedTuple):
     kv_heads: int
     seq_len: int
     head_dim: int
-    out_len: int
     out_dtype: torch.dtype
 
 
@@ -75,11 +74,10 @@ def check(
         raise ValueError(
             f"{name}: expected a tensor that needs no gradient (detach it, or use torch.no_grad()), got requires_grad"
         )
-    out_len = seq_len
     if out is not None:
         _check_out(q, out, out_dtype, (batch, q_heads, seq_len))
-        out_len, out_dtype = out.shape[2], out.dtype
-    return Sizes(batch, q_heads, kv_heads, seq_len, head_dim, out_len, out_dtype or q.dtype)
+        out_dtype = out.dtype
+    return Sizes(batch, q_heads, kv_heads, seq_len, head_dim, out_dtype or q.dtype)
 
 
 def _check_out(q: torch.Tensor, out: torch.Tensor, out_dtype: torch.dtype | None, shape: tuple[int, int, int]) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from tunedqk.arguments import Sizes, check, check_config, extent
 from tunedqk.config import KernelConfig, bucket
+from tunedqk.device import interpreting
 from tunedqk.launch import ALIGNMENT, Geometry, Variant, geometry, strides_aligned
 
 if TYPE_CHECKING:
@@ -26,6 +27,11 @@ class Slot(NamedTuple):
     variant: Variant
     bucket: int
     config: KernelConfig | None
+
+    @property
+    def place(self) -> torch.device:
+        """Where its binary runs."""
+        return torch.device("cpu") if self.device < 0 or interpreting() else torch.device("cuda", self.device)
 
 
 class Call(NamedTuple):

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tunedqk.device import interpreting
 from tunedqk.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ def make_ready(slot: Slot, seq_len: int) -> Binary:
         return _ready_for_capture(slot, seq_len)
     from tunedqk.resolve import resolver_for  # what tunes and validates, imported when something is
 
-    resolver = resolver_for(torch.device("cpu") if interpreting() else torch.device("cuda", slot.device))
+    resolver = resolver_for(slot.place)
     with resolver.lock:
         if slot not in binaries:  # another thread may have been here
             with torch.inference_mode(mode=False), torch.no_grad():

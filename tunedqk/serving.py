@@ -172,26 +172,26 @@ def _explain(slot: Slot, seq_len: int) -> Explanation:
     about = Explanation(key=key, variant=str(slot.variant), action="torch")
     if slot.device < 0 and not interpreting():
         return about
-    resolver = resolver_for(torch.device("cpu") if interpreting() else torch.device("cuda", slot.device))
+    resolver = resolver_for(slot.place)
     bound = ready.binaries.get(slot)
     with resolver.lock:
         for origin, config, found in _choices(resolver, slot, key):
-            built = resolver.door.build(slot.variant, config)
-            receipt = None if built.binary is None else resolver.db.receipt(built.binary.hash)
             if bound is not None and config != bound.config:
                 continue
+            binary = bound or resolver.door.build(slot.variant, config).binary
+            receipt = None if binary is None else resolver.db.receipt(binary.hash)
             about = msgspec.structs.replace(
                 about, origin=origin, config=config, receipt=receipt, ready=bound is not None,
                 path=found and str(found.path), entry=found and found.entry,
             )  # fmt: skip
-            if built.binary is not None and (receipt is None or receipt.correct):
+            if binary is not None and (receipt is None or receipt.correct):
                 known = bound is not None or (receipt is not None and key.seq_len in receipt.seq_lens)
                 return msgspec.structs.replace(about, action="launch" if known else "validate")
-    if bound is not None:  # what it was chosen for is no longer stored
-        return msgspec.structs.replace(
-            about, action="launch", origin="chosen earlier", config=bound.config, ready=True,
-            receipt=resolver.db.receipt(bound.hash), path=None, entry=None,
-        )  # fmt: skip
+        if bound is not None:  # what it was chosen for is no longer stored
+            return msgspec.structs.replace(
+                about, action="launch", origin="chosen earlier", config=bound.config, ready=True,
+                receipt=resolver.db.receipt(bound.hash), path=None, entry=None,
+            )  # fmt: skip
     tunes = slot.config is None and mode() is Mode.TUNE
     return msgspec.structs.replace(about, action="tune" if tunes else "raise")
 
