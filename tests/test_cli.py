@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from tunedqk import accept, cli, config, pretune, tune
+from tunedqk import accept, cli, config, isolation, pretune, tune
 from tunedqk.config import KernelConfig
 from tunedqk.db import TuningDB
 from tunedqk.device import identity_of
@@ -31,6 +31,14 @@ def few(cache_dir, monkeypatch):
     for module in (tune, pretune):
         monkeypatch.setattr(module, "candidates", lambda *_: list(configs))
     return configs
+
+
+@pytest.fixture(autouse=True)
+def _in_process(monkeypatch):
+    """No worker process (see test_isolation), so that what is patched here counts."""
+    monkeypatch.setattr(
+        isolation, "IsolatedPretuner", lambda resolver, _, *, force: pretune.Pretuner(resolver, force=force)
+    )
 
 
 @pytest.fixture
@@ -163,9 +171,11 @@ def test_a_winner_that_is_rejected_is_tuned_again(run, device, few, monkeypatch)
 
 def test_two_runs_at_once_tune_a_key_once(cache_dir, device):
     code = (
-        "import sys; from tunedqk import cli, pretune, tune; from tunedqk.config import KernelConfig;"
+        "import sys; from tunedqk import cli, isolation, pretune, tune; from tunedqk.config import KernelConfig;"
         "few = lambda *_: [KernelConfig(c, c, num_warps=4) for c in (64, 128)];"
-        "tune.candidates = pretune.candidates = few; sys.exit(cli.main(sys.argv[1:]))"
+        "tune.candidates = pretune.candidates = few;"
+        "isolation.IsolatedPretuner = lambda resolver, _, force: pretune.Pretuner(resolver, force=force);"
+        "sys.exit(cli.main(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", code, *TWO_KEYS]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]

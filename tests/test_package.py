@@ -29,7 +29,7 @@ LAYERS = (
     {"compiler", "compile_pool"},
     {"launch", "inputs", "validate", "accept", "arguments", "call", "timing", "floor", "workload"},
     {"builder", "tune"},
-    {"resolve", "ready", "score", "serving", "pretune"},
+    {"resolve", "ready", "score", "serving", "pretune", "isolation"},
     {"op", "report", "cli"},
 )
 # What `import tunedqk.score` may load on top of torch and triton, besides the standard library.

@@ -28,7 +28,8 @@ from tunedqk.resolve import Mode, resolver_for
 from tunedqk.score import qk_score
 
 KEY = tuning_key(1, 16, "float32", 1)
-ODD = KernelConfig(32, 32, num_warps=2)  # in no search space, so it is told from any that is found
+ODD = KernelConfig(32, 32, num_warps=2)  # tuning never finds it, but here it counts as a candidate
+GONE = KernelConfig(16, 16, num_warps=1)  # in no search space
 PROJECT = Path(resolve.__file__).parents[1]
 
 
@@ -37,6 +38,7 @@ def _fresh(cache_dir):
     """As a process starts: nothing ready, no resolver, an empty user DB."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ready, "binaries", {})
+        patch.setattr(resolve, "is_candidate", lambda config, *rest: config == ODD or tune.is_candidate(config, *rest))
         resolver_for.cache_clear()
         yield
     resolver_for.cache_clear()
@@ -323,6 +325,44 @@ def test_strict_takes_a_stored_winner(device, mode, caplog):
     call(device)
     assert ready_configs() == [ODD]
     assert warnings_of(caplog) == []
+
+
+# --- What left the search space ---
+
+
+@pytest.mark.parametrize("name", ["strict", "cached"])
+def test_a_winner_whose_config_left_the_space_is_a_miss(device, mode, name, monkeypatch):
+    mode(name)
+    store(device, GONE)
+    store(device, GONE, msgspec.structs.replace(KEY, seq_len=1024))
+    monkeypatch.setattr(resolve, "tune", forbidden)
+    if name == "strict":
+        with pytest.raises(MissingConfigError):
+            call(device)
+    else:
+        call(device)
+        assert ready_configs() == [default_config(KEY, interpreted=interpreting())]
+
+
+def test_a_winner_whose_config_left_the_space_is_tuned_once_more(device, few, caplog):
+    store(device, GONE)
+    call(device)
+    call(device, seq_len=41)
+    assert ready_configs()[0] in few
+    assert winner(device) in few
+    assert resolver_of(device).tunings == 1
+
+
+@pytest.mark.gpu
+def test_a_winner_that_does_not_fit_this_gpu_is_a_miss(device, mode, monkeypatch):
+    mode("strict")
+    key = tuning_key(1, 16, "bfloat16", 16)
+    large = max(tune.candidates(key, target_of(device)), key=lambda config: config.TILE_SIZE * config.num_stages)
+    store(device, large, key)
+    assert resolver_of(device).winner(key).entry.config == large
+    monkeypatch.setattr(tune, "fits_shared_memory", lambda config, *_: config != large)
+    with pytest.raises(MissingConfigError):
+        call(device, dtype=torch.bfloat16, group=16)
 
 
 def test_strict_can_be_cured_in_the_same_process(device, mode, few):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,12 +11,14 @@ from triton.errors import TritonError
 from triton.runtime.errors import OutOfResources
 
 from tunedqk import validate
-from tunedqk.errors import RejectedConfigError
+from tunedqk.errors import CrashedError, RejectedConfigError
 from tunedqk.launch import Binary, Variant, build
 from tunedqk.records import Receipt
 from tunedqk.validate import Validator, Verdict
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tunedqk.config import KernelConfig
     from tunedqk.db import TuningDB
 
@@ -37,13 +40,36 @@ class Built(NamedTuple):
     verdict: Verdict
 
 
+class Trial(NamedTuple):
+    """A config that is being built, or, with the hash of its binary, launched on tensors of our own."""
+
+    variant: Variant
+    config: KernelConfig
+    binary: str = ""
+
+    def __str__(self) -> str:
+        return f"config ({self.config}) for {self.variant}"
+
+
+class Watcher:
+    """Is told what may take the process down, before it is tried and when that is over. This one does not care."""
+
+    def begins(self, trial: Trial) -> None:
+        """Trials may overlap, and come from several threads."""
+
+    def ends(self, trial: Trial) -> None:
+        """It was survived."""
+
+
 class Door:
     """Validates binaries on one device, and keeps their receipts in its tuning DB."""
 
     def __init__(self, device: torch.device, db: TuningDB) -> None:
         self.device = device
         self.db = db
+        self.watcher = Watcher()
         self.validations = 0
+        self.crashed = False  # whether the GPU's context is lost
         self._validator: Validator | None = None
         self._checked: dict[str, Verdict] = {}  # what this process found out, by binary
         self._refused: dict[tuple[Variant, KernelConfig], Verdict] = {}
@@ -52,20 +78,69 @@ class Door:
         """Free the inputs that binaries were judged on."""
         self._validator = None
 
-    def refuse(self, variant: Variant, config: KernelConfig, verdict: Verdict) -> None:
-        """Never build this in this process: it took another one down."""
-        self._refused[variant, config] = verdict
+    def condemn(self, trial: Trial, verdict: Verdict) -> None:
+        """Never try this again: it took a process down. Where it was only being built, that holds for this process."""
+        if trial.binary:
+            self._record(trial, verdict, ())
+        else:
+            self._refused[trial.variant, trial.config] = verdict
+
+    @contextlib.contextmanager
+    def building(self, variant: Variant, config: KernelConfig) -> Iterator[None]:
+        """Around what compiles a config or loads its binary."""
+        trial = Trial(variant, config)
+        self.watcher.begins(trial)
+        try:
+            yield
+        finally:
+            self.watcher.ends(trial)
+
+    @contextlib.contextmanager
+    def launching(self, *binaries: Binary) -> Iterator[None]:
+        """Around what launches binaries on tensors of our own, up to the wait for their results.
+
+        CrashedError when that costs the process its GPU context; an only binary then gets its receipt, too.
+        """
+        trials = [_trial_of(binary) for binary in binaries]
+        for trial in trials:
+            self.watcher.begins(trial)
+        try:
+            yield
+        except RuntimeError as error:
+            if self._has_context():
+                raise
+            self.crashed = True
+            if len(trials) == 1:
+                self.condemn(trials[0], Verdict(validate.CRASHED, what=_first_line(error)))
+            names = "; ".join(map(str, trials))
+            raise CrashedError(
+                f"{names}: {_first_line(error)}. This process can use the GPU no more. Start another: `tunedqk "
+                "pretune` tries each candidate in a process that may crash, and stores which one it was"
+            ) from error
+        finally:
+            if not self.crashed:
+                for trial in trials:
+                    self.watcher.ends(trial)
+
+    def _has_context(self) -> bool:
+        if self.device.type == "cuda":
+            try:
+                torch.cuda.synchronize(self.device)
+            except RuntimeError:
+                return False
+        return True
 
     def build(self, variant: Variant, config: KernelConfig) -> Built:
         """Compile and load. What the compiler refuses is a verdict, not an error."""
         if (variant, config) in self._refused:
             return Built(None, self._refused[variant, config])
-        try:
-            return Built(build(self.device, variant, config), Verdict(validate.CORRECT))
-        except OutOfResources as error:
-            return Built(None, Verdict(validate.OUT_OF_RESOURCES, what=_first_line(error)))
-        except (TritonError, RuntimeError) as error:  # RuntimeError: a failed compiler pass
-            return Built(None, Verdict(validate.DID_NOT_COMPILE, what=_first_line(error)))
+        with self.building(variant, config):
+            try:
+                return Built(build(self.device, variant, config), Verdict(validate.CORRECT))
+            except OutOfResources as error:
+                return Built(None, Verdict(validate.OUT_OF_RESOURCES, what=_first_line(error)))
+            except (TritonError, RuntimeError) as error:  # RuntimeError: a failed compiler pass
+                return Built(None, Verdict(validate.DID_NOT_COMPILE, what=_first_line(error)))
 
     def accept(self, variant: Variant, config: KernelConfig, seq_len: int, *, again: bool = False) -> Binary:
         """The binary for launching at lengths of the bucket `seq_len`; RejectedConfigError if it fails validation.
@@ -78,7 +153,7 @@ class Door:
         if binary is not None:
             receipt = None if again else self.db.receipt(binary.hash)
             if receipt is not None and not receipt.correct:
-                verdict = Verdict(receipt.verdict, receipt.max_error, receipt.what)
+                verdict = _verdict_of(receipt)
             elif receipt is None or seq_len not in receipt.seq_lens:
                 verdict = self._validate(binary, receipt, seq_len)
             if verdict.correct:
@@ -95,14 +170,14 @@ class Door:
         """As accept, but without the twin, for a candidate that may never be launched for a user: no good receipt."""
         receipt = self.db.receipt(binary.hash)
         if receipt is not None and not receipt.correct:
-            return Verdict(receipt.verdict, receipt.max_error, receipt.what)
+            return _verdict_of(receipt)
         verdict = Verdict(validate.CORRECT)
         if receipt is None:
             verdict = self._check(binary)
         if verdict.correct and (receipt is None or seq_len not in receipt.seq_lens):
-            verdict = self._validator_for(binary.variant).check_length(binary, seq_len)
+            verdict = self._check_length(binary, seq_len)
         if not verdict.correct:
-            self._record(binary, verdict, ())
+            self._record(_trial_of(binary), verdict, ())
         return verdict
 
     def _validate(self, binary: Binary, receipt: Receipt | None, seq_len: int) -> Verdict:
@@ -115,19 +190,20 @@ class Door:
             if verdict.correct and binary.variant.out_dtype != torch.float32:
                 verdict, twin = self._check_twin(binary)
         if verdict.correct:
-            at_length = self._validator_for(binary.variant).check_length(binary, seq_len)
+            at_length = self._check_length(binary, seq_len)
             if at_length.correct:
                 worst = max(verdict.max_error or 0.0, at_length.max_error or 0.0)
                 at_length = at_length._replace(max_error=worst)
             verdict = at_length
-        self._record(binary, verdict, (seq_len,), twin)
+        self._record(_trial_of(binary), verdict, (seq_len,), twin)
         return verdict
 
     def _check_twin(self, binary: Binary) -> tuple[Verdict, str]:
         twin, verdict = self.build(float32_twin(binary.variant), binary.config)
         if twin is None:
             return verdict._replace(what=f"float32-output twin: {verdict.what}"), ""
-        verdict = self._check(twin)
+        receipt = self.db.receipt(twin.hash)
+        verdict = self._check(twin) if receipt is None or receipt.correct else _verdict_of(receipt)
         if not verdict.correct:
             verdict = verdict._replace(what=f"float32-output twin: {verdict.what}")
         return verdict, twin.hash
@@ -135,25 +211,38 @@ class Door:
     def _check(self, binary: Binary) -> Verdict:
         if binary.hash not in self._checked:
             self.validations += 1
-            self._checked[binary.hash] = self._validator_for(binary.variant).check(binary)
+            with self.launching(binary):
+                self._checked[binary.hash] = self._validator_for(binary.variant).check(binary)
         return self._checked[binary.hash]
+
+    def _check_length(self, binary: Binary, seq_len: int) -> Verdict:
+        with self.launching(binary):
+            return self._validator_for(binary.variant).check_length(binary, seq_len)
 
     def _validator_for(self, variant: Variant) -> Validator:
         if self._validator is None or not self._validator.judges(variant):
             self._validator = Validator(self.device, variant)
         return self._validator
 
-    def _record(self, binary: Binary, verdict: Verdict, seq_lens: tuple[int, ...], twin: str = "") -> None:
+    def _record(self, trial: Trial, verdict: Verdict, seq_lens: tuple[int, ...], twin: str = "") -> None:
         receipt = Receipt(
-            binary=binary.hash,
+            binary=trial.binary,
             verdict=verdict.verdict,
             max_error=verdict.max_error,
-            what=f"{binary.variant}; {binary.config}" + (f"; {verdict.what}" if verdict.what else ""),
+            what=f"{trial.variant}; {trial.config}" + (f"; {verdict.what}" if verdict.what else ""),
             seq_lens=seq_lens if verdict.correct else (),
             validated_at=now(),
             twin=twin,
         )
         self.db.record(receipts=[receipt])
+
+
+def _trial_of(binary: Binary) -> Trial:
+    return Trial(binary.variant, binary.config, binary.hash)
+
+
+def _verdict_of(receipt: Receipt) -> Verdict:
+    return Verdict(receipt.verdict, receipt.max_error, receipt.what)
 
 
 def _first_line(error: Exception) -> str:

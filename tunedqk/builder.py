@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from triton import knobs
 
-from tunedqk.accept import Built
+from tunedqk.accept import Built, Trial
 from tunedqk.compile_pool import CompilePool, processors
 from tunedqk.device import interpreting
 from tunedqk.errors import CompilerCrashedError
@@ -50,9 +50,10 @@ class Builder:
             return self._door.build(variant, config)
         compiled = False
         try:
-            compiled = self._compilers.compile(self._target, program(variant, config))
+            with self._door.building(variant, config):
+                compiled = self._compilers.compile(self._target, program(variant, config))
         except CompilerCrashedError as error:
-            self._door.refuse(variant, config, Verdict(DID_NOT_COMPILE, what=str(error)))
+            self._door.condemn(Trial(variant, config), Verdict(DID_NOT_COMPILE, what=str(error)))
         if self._closing:
             return Built(None, Verdict(DID_NOT_COMPILE, what="nobody waits for it any more"))
         # One at a time, since that is quick, and each would make what Triton makes once in a process.

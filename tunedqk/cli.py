@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tunedqk import __version__, config
+from tunedqk.errors import CrashedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
     from tunedqk.config import TuningKey
     from tunedqk.pretune import Outcome, Pretuner
-    from tunedqk.resolve import Resolver
 
 PLAIN_WIDTH = 160  # columns where the output is no terminal
 
@@ -31,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nStopped. What was finished is saved; the same command goes on from there.", file=sys.stderr)
         return 130
+    except CrashedError as error:
+        print(f"tunedqk {options.command}: {error}", file=sys.stderr)
+        return 1
     except BrokenPipeError:  # the reader of our output, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -113,16 +116,6 @@ def _device_ready(console: Console) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
 
 
-def _resolver(folder: Path | None) -> Resolver:
-    from tunedqk.db import TuningDB
-    from tunedqk.device import identity_of
-    from tunedqk.pretune import current_device
-    from tunedqk.resolve import Resolver
-
-    device = current_device()
-    return Resolver(device, TuningDB(identity_of(device), folder, others=[]) if folder else None)
-
-
 def _keys(options: argparse.Namespace) -> list[TuningKey]:
     """The default, quick or whole grid, with what was chosen by hand in its place."""
     if options.quick:
@@ -142,10 +135,10 @@ def _keys(options: argparse.Namespace) -> list[TuningKey]:
 def _pretune(options: argparse.Namespace) -> int:
     console = _console()
     _device_ready(console)
-    from tunedqk import pretune
+    from tunedqk import isolation, pretune
     from tunedqk.report import entries_table, summary
 
-    resolver = _resolver(options.out)
+    resolver = pretune.resolver_for_folder(options.out)
     keys = _keys(options)
     todo = keys if options.force else pretune.missing(keys, resolver)
     console.print(
@@ -156,7 +149,8 @@ def _pretune(options: argparse.Namespace) -> int:
             console.print(f"  {key}: {pretune.config_count([key], resolver)} configs")
         console.print(f"{pretune.config_count(todo, resolver)} configs in all. Nothing was tuned.")
         return 0
-    outcomes = _run_with_progress(console, pretune.Pretuner(resolver, force=options.force), keys)
+    pretuner = isolation.IsolatedPretuner(resolver, options.out, force=options.force)
+    outcomes = _run_with_progress(console, pretuner, keys)
     tuned = [outcome.entry for outcome in outcomes if outcome.entry is not None and outcome.tuned]
     if tuned:
         console.print(entries_table(tuned, f"tuned on {resolver.gpu.name}"))
@@ -211,9 +205,10 @@ def _verify(options: argparse.Namespace) -> int:
     console = _console()
     _device_ready(console)
     from tunedqk.errors import RejectedConfigError
+    from tunedqk.pretune import resolver_for_folder
     from tunedqk.tune import tuned_variant
 
-    resolver = _resolver(options.out)
+    resolver = resolver_for_folder(options.out)
     failed = 0
     entries = [found.entry for found in resolver.db.entries()]
     for entry in entries:

@@ -34,7 +34,7 @@ main(descriptors)
 """
 START_TIMEOUT = 60.0  # seconds until a process must be ready
 # Who sends these means no harm to the program that is being compiled: the system out of memory, or a person.
-_FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM}
+FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM}
 
 
 def processors() -> int:
@@ -144,8 +144,8 @@ class CompilePool:
             with self._lock:
                 self._give_up("they have ended, or never began")
             return False
-        if status and status not in _FROM_OUTSIDE:
-            raise CompilerCrashedError(f"the compiler crashed: {_cause(status)}")
+        if status and status not in FROM_OUTSIDE:
+            raise CompilerCrashedError(f"the compiler crashed: {cause(status)}")
         return status == 0
 
     def kill(self) -> None:
@@ -169,7 +169,7 @@ class CompilePool:
             logger.warning("tunedqk: no other process compiles (%s); in this one it is slower", problem)
 
 
-def _cause(status: int) -> str:
+def cause(status: int) -> str:
     """An exit status in words."""
     try:
         return signal.Signals(-status).name

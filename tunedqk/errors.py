@@ -20,6 +20,10 @@ class RejectedConfigError(TunedQKError):
         self.verdict = verdict
 
 
+class CrashedError(TunedQKError):
+    """A binary on trial cost this process its GPU context: only a new process can use the GPU again."""
+
+
 class CompilerCrashedError(TunedQKError):
     """Compiling a config took the compiler's process down."""
 

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tunedqk.device import interpreting
+from tunedqk.db import TuningDB
+from tunedqk.device import identity_of, interpreting
 from tunedqk.errors import NoAcceptedConfigError, RejectedConfigError, TuningDeclinedError
 from tunedqk.floor import read_write_floor_us
+from tunedqk.resolve import Resolver
 from tunedqk.tune import candidates, tune, tuned_variant
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from pathlib import Path
 
-    from tunedqk.config import TuningKey
+    from tunedqk.config import KernelConfig, TuningKey
     from tunedqk.records import Entry
-    from tunedqk.resolve import Resolver
     from tunedqk.workload import TimedShape
 
 
@@ -36,9 +39,15 @@ def current_device() -> torch.device:
     return torch.device("cpu") if interpreting() else torch.device("cuda", torch.cuda.current_device())
 
 
+def resolver_for_folder(folder: Path | None) -> Resolver:
+    """What tunes the current device: into the user's file, or into the one in a folder, which then is all it knows."""
+    device = current_device()
+    return Resolver(device, TuningDB(identity_of(device), folder, others=[]) if folder else None)
+
+
 def missing(keys: Iterable[TuningKey], resolver: Resolver) -> list[TuningKey]:
     """The keys that have no stored winner."""
-    return [key for key in keys if resolver.db.winner(key) is None]
+    return [key for key in keys if resolver.winner(key) is None]
 
 
 def config_count(keys: Iterable[TuningKey], resolver: Resolver) -> int:
@@ -59,13 +68,14 @@ class Pretuner:
         """Bring every key to a winner with a receipt, and report each when it is done."""
         outcomes = []
         for key in keys:
-            outcome = self._one(key)
+            outcome = self.tune(key)
             report(outcome)
             outcomes.append(outcome)
         return outcomes
 
-    def _one(self, key: TuningKey) -> Outcome:
-        db, door = self.resolver.db, self.resolver.door
+    def tune(self, key: TuningKey) -> Outcome:
+        """Bring one key to a winner with a receipt."""
+        db = self.resolver.db
         start = time.perf_counter()
         try:
             entry = self._finished(key)
@@ -76,17 +86,23 @@ class Pretuner:
                 entry = self._finished(key)
                 if entry is not None:
                     return Outcome(key, entry, tuned=False, seconds=time.perf_counter() - start)
-                found = db.winner(key)
+                found = self.resolver.winner(key)
                 incumbent = found.entry.config if found is not None else None
-                entry = tune(key, door, incumbent=incumbent, floor_us=None if interpreting() else self._floor_us)
+                floor_us = None if interpreting() else self._floor_us
+                entry = tune(key, self.resolver.door, incumbent=incumbent, floor_us=floor_us)
                 db.record(entries=[entry])
         except (NoAcceptedConfigError, TuningDeclinedError, torch.OutOfMemoryError) as error:
             return Outcome(key, None, tuned=False, seconds=time.perf_counter() - start, error=str(error))
         return Outcome(key, entry, tuned=True, seconds=time.perf_counter() - start)
 
+    def probe(self, key: TuningKey, config: KernelConfig) -> None:
+        """Do with one candidate what tuning does with it, for nothing but to see whether the process survives that."""
+        with contextlib.suppress(NoAcceptedConfigError, TuningDeclinedError, torch.OutOfMemoryError):
+            tune(key, self.resolver.door, configs=[config])
+
     def _finished(self, key: TuningKey) -> Entry | None:
         """The stored winner, if it is accepted here; validates it where its receipt is from another toolchain."""
-        found = self.resolver.db.winner(key)
+        found = self.resolver.winner(key)
         if found is None or self.force:
             return None
         try:

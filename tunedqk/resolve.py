@@ -17,12 +17,13 @@ from tunedqk.db import TuningDB
 from tunedqk.device import identity_of, interpreting
 from tunedqk.errors import MissingConfigError, NoAcceptedConfigError, RejectedConfigError, TuningDeclinedError
 from tunedqk.launch import INTERPRETER_LOCK
-from tunedqk.tune import tune
+from tunedqk.tune import is_candidate, tune
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tunedqk.launch import Binary, Variant
+    from tunedqk.records import Found
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +81,14 @@ class Resolver:
         finally:
             self.door.release()
 
+    def winner(self, key: TuningKey) -> Found | None:
+        """The stored winner of a key. One that is no candidate of today's is none: its config left the space."""
+        found = self.db.winner(key)
+        return found if found is not None and is_candidate(found.entry.config, key, self.device) else None
+
     def _stored(self, key: TuningKey, variant: Variant) -> Binary | None:
         """The stored winner's binary; a winner that fails validation is a miss."""
-        found = self.db.winner(key)
+        found = self.winner(key)
         if found is None:
             return None
         try:
@@ -136,7 +142,7 @@ class Resolver:
     def guesses(self, key: TuningKey) -> Iterator[tuple[str, KernelConfig]]:
         """Configs for a key that nothing is stored for, with where each comes from."""
         nearest = self.db.nearest(key)
-        if nearest is not None:
+        if nearest is not None and is_candidate(nearest.entry.config, key, self.device):
             yield f"the winner of seq_len {nearest.entry.key.seq_len}", nearest.entry.config
         yield "the default config", default_config(key, interpreted=interpreting())
 

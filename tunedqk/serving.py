@@ -201,7 +201,7 @@ def _choices(resolver: Resolver, slot: Slot, key: TuningKey) -> Iterator[tuple[s
     if slot.config is not None:
         yield "config=", slot.config, None
         return
-    found = resolver.db.winner(key)
+    found = resolver.winner(key)
     if found is not None:
         yield "the stored winner", found.entry.config, found
     if mode() is Mode.CACHED:

@@ -50,31 +50,41 @@ def candidates(key: TuningKey, device: torch.device) -> list[KernelConfig]:
     return [config for config in search_space(key) if fits_shared_memory(config, key, limit)]
 
 
+def is_candidate(config: KernelConfig, key: TuningKey, device: torch.device) -> bool:
+    """Whether tuning would consider it today: a stored winner may be of another search space, or too large here."""
+    return config in candidates(key, device)
+
+
 def tune(
     key: TuningKey,
     door: Door,
     *,
     incumbent: KernelConfig | None = None,
     floor_us: Callable[[TimedShape], float] | None = None,
+    configs: list[KernelConfig] | None = None,
 ) -> Entry:
     """Find the winner of a key on the door's device. Only receipts are stored; the entry is for the caller to store.
 
-    incumbent: stays on a tie. floor_us: what a shape takes at the memory floor, for `floor_share`.
+    incumbent: stays on a tie. floor_us: what a shape takes at the memory floor, for `floor_share`. configs: what to
+    choose from, by default all candidates.
     NoAcceptedConfigError when no candidate is right; TuningDeclinedError when too little memory is free.
     """
     try:
-        return _search(key, door, incumbent, floor_us)
+        return _search(key, door, configs or candidates(key, door.device), incumbent, floor_us)
     finally:
         door.release()
-        if door.device.type == "cuda":
+        if door.device.type == "cuda" and not door.crashed:
             torch.cuda.empty_cache()
 
 
 def _search(
-    key: TuningKey, door: Door, incumbent: KernelConfig | None, floor_us: Callable[[TimedShape], float] | None
+    key: TuningKey,
+    door: Door,
+    configs: list[KernelConfig],
+    incumbent: KernelConfig | None,
+    floor_us: Callable[[TimedShape], float] | None,
 ) -> Entry:
     variant = tuned_variant(key)
-    configs = candidates(key, door.device)
     # Compiling takes longest: it runs while tensors are made, and while what is ready is validated.
     with contextlib.closing(Builder(door, variant, configs)) as builder:
         builds = {config: builder.submit(variant, config) for config in configs}
@@ -83,7 +93,7 @@ def _search(
         screening.run()
         finalists = screening.fastest(incumbent)
         twins = {config: builder.submit(float32_twin(variant), config) for config in finalists}
-        samples = _screened(screening, finalists) if interpreting() else _compare(finalists, workload)
+        samples = _screened(screening, finalists) if interpreting() else _compare(finalists, workload, door)
         timings = _timings(samples, workload.shapes, floor_us)
         winner = _first_that_holds(key, door, timings, twins, screening.rejected, incumbent)
     return Entry(key, winner, timings[winner], dict(screening.rejected), toolchain(), now())
@@ -117,7 +127,8 @@ class _Screening:
         def do_bench(call: Callable[[], object], **_: Any) -> list[float]:
             # Called for one config after the other, in the order that the door returned.
             config = list(self.accepted)[len(self.samples)]
-            self.samples[config] = self._timer(call)
+            with self.door.launching(self.accepted[config]):
+                self.samples[config] = self._timer(call)
             return list(self.samples[config])
 
         if len(self.builds) == 1:  # triton.autotune would launch an only config unseen
@@ -164,13 +175,14 @@ class _Screening:
 _Samples = dict[KernelConfig, list[Sample]]  # one sample per shape
 
 
-def _compare(finalists: dict[KernelConfig, Binary], workload: Workload) -> _Samples:
+def _compare(finalists: dict[KernelConfig, Binary], workload: Workload, door: Door) -> _Samples:
     """Time the finalists in turns, on each shape of the workload."""
     samples: _Samples = {config: [] for config in finalists}
-    for shape in workload.shapes:
-        replays = [shape.replay(binary) for binary in finalists.values()]
-        for config, sample in zip(finalists, interleave(replays, ROUNDS), strict=True):
-            samples[config].append(sample)
+    with door.launching(*finalists.values()):
+        for shape in workload.shapes:
+            replays = [shape.replay(binary) for binary in finalists.values()]
+            for config, sample in zip(finalists, interleave(replays, ROUNDS), strict=True):
+                samples[config].append(sample)
     return samples
 
 

@@ -1,0 +1,360 @@
+"""Pretuning in a worker process: a crash or a hang costs the guilty candidate, and nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import mutants
+import pytest
+import torch
+
+from tunedqk import accept, cli, isolation, launch, pretune, tune, validate
+from tunedqk.config import KernelConfig, tuning_key
+from tunedqk.db import TuningDB
+from tunedqk.device import identity_of
+from tunedqk.errors import TunedQKError
+from tunedqk.isolation import IsolatedPretuner
+from tunedqk.score import qk_score
+
+INNOCENT, GUILTY, OTHER = (KernelConfig(chunk, chunk, num_warps=4) for chunk in (64, 128, 32))
+KEY = tuning_key(512, 16, "float32", 1)
+NEXT_KEY = tuning_key(1024, 16, "float32", 1)
+ONE_SHAPE = ("pretune", "--head-dims", "16", "--dtypes", "float32", "--rows", "1", "--seq-lens", "512")
+
+
+# --- What goes on in the worker. It imports this module, so these are functions of it. ---
+
+
+class Deadly(launch.Binary):
+    """A right binary that does something else when it is launched."""
+
+    def __init__(self, binary, fault):
+        super().__init__(binary.variant, binary.config)
+        self.hash = binary.hash
+        self.launch = lambda *_: fault()
+
+
+def serve_faulty(arguments, *, at_launch=None, at_build=None, guilty=(GUILTY,), configs=(INNOCENT, GUILTY)):
+    """Serve with candidates of which some are faulty."""
+
+    def build(device, variant, config):
+        if config in guilty and at_build is not None:
+            at_build()
+        binary = launch.build(device, variant, config)
+        return Deadly(binary, at_launch) if config in guilty and at_launch is not None else binary
+
+    accept.build = build
+    serve_few(arguments, configs)
+
+
+def serve_few(arguments, configs=(INNOCENT, GUILTY)):
+    for module in (tune, pretune):
+        module.candidates = lambda *_: list(configs)
+    isolation.serve(*arguments)
+
+
+def segfault():
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def hang():
+    time.sleep(600)
+
+
+def kill_from_outside():
+    """Once: the file says whether it was done."""
+    done = Path(os.environ["TUNEDQK_TEST_DONE"])
+    if not done.exists():
+        done.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raise_bug():
+    raise ZeroDivisionError("a bug of ours")
+
+
+def poison():
+    raise RuntimeError("an illegal memory access was encountered\nand more")
+
+
+def segfaulting(*arguments):
+    serve_faulty(arguments, at_launch=segfault)
+
+
+def aborting_compiler(*arguments):
+    serve_faulty(arguments, at_build=os.abort, configs=(INNOCENT, GUILTY, OTHER))
+
+
+def hanging(*arguments):
+    serve_faulty(arguments, at_launch=hang)
+
+
+def poisoned(*arguments):
+    accept.Door._has_context = lambda _: False
+    serve_faulty(arguments, at_launch=poison)
+
+
+def two_segfaulting(*arguments):
+    serve_faulty(arguments, at_launch=segfault, guilty=(GUILTY, OTHER), configs=(INNOCENT, GUILTY, OTHER))
+
+
+def all_segfaulting(*arguments):
+    serve_faulty(arguments, at_launch=segfault, guilty=(INNOCENT, GUILTY))
+
+
+def killed_once(*arguments):
+    serve_faulty(arguments, at_launch=None, at_build=kill_from_outside)
+
+
+def buggy(*arguments):
+    whole = pretune.tune
+
+    def failing(key, *rest, **named):
+        return raise_bug() if key == KEY else whole(key, *rest, **named)
+
+    pretune.tune = failing
+    serve_faulty(arguments)
+
+
+def never_serving(*_):
+    sys.exit(3)
+
+
+def _is_guilty(_, config):
+    return config == GUILTY
+
+
+def accessing_illegally(*arguments):
+    accept.build = mutants.builder(mutants.FAR_AWAY, _is_guilty)
+    serve_few(arguments)
+
+
+def looping(*arguments):
+    accept.build = mutants.builder(mutants.ENDLESS, _is_guilty)
+    serve_few(arguments)
+
+
+def call_illegally(connection):
+    """A user's process whose call crashes; tells what the call raises."""
+    accept.build = mutants.builder(mutants.FAR_AWAY, _is_guilty)
+    q, k = torch.ones(1, 1, 16, device="cuda"), torch.ones(1, 100, 1, 16, device="cuda")
+    try:
+        qk_score(q, k, config=GUILTY)
+    except TunedQKError as error:
+        connection.send((type(error).__name__, str(error)))
+    os._exit(0)
+
+
+# --- Here ---
+
+
+@pytest.fixture(autouse=True)
+def _few(cache_dir, monkeypatch):
+    for module in (tune, pretune):
+        monkeypatch.setattr(module, "candidates", lambda *_: [INNOCENT, GUILTY, OTHER])
+
+
+@pytest.fixture
+def pretuned(tmp_path):
+    """Pretune keys by a worker: outcomes, and what its file says then."""
+
+    def run(worker, *keys, patience=60.0):
+        folder = tmp_path / "out"
+        pretuner = IsolatedPretuner(pretune.resolver_for_folder(folder), folder, serve=worker, patience=patience)
+        outcomes = pretuner.run(keys or (KEY,), lambda _: None)
+        assert multiprocessing.active_children() == []
+        return outcomes, TuningDB(identity_of(pretune.current_device()), folder, [])
+
+    return run
+
+
+def verdicts(db):
+    """By the chunk size that the receipt names."""
+    return {int(receipt.what.split("chunk ")[1].split(",")[0]): receipt.verdict for receipt in db.receipts()}
+
+
+@pytest.mark.parametrize(
+    ("worker", "patience", "verdict", "why"),
+    [
+        pytest.param(segfaulting, 60, validate.CRASHED, "SIGSEGV", id="segfault"),
+        pytest.param(hanging, 5, validate.TIMED_OUT, "no end after 5 s", id="hang"),
+        pytest.param(poisoned, 60, validate.CRASHED, "an illegal memory access was encountered", id="context lost"),
+    ],
+)
+def test_the_guilty_candidate_alone_pays(pretuned, caplog, worker, patience, verdict, why):
+    (outcome,), db = pretuned(worker, patience=patience)
+    assert outcome.tuned, outcome
+    assert outcome.entry.config == INNOCENT
+    assert outcome.entry.rejected == {verdict: 1}
+    assert verdicts(db) == {INNOCENT.CHUNK_SIZE: "correct", GUILTY.CHUNK_SIZE: verdict}
+    (receipt,) = (receipt for receipt in db.receipts() if not receipt.correct)
+    assert receipt.what.endswith(why)
+    (record,) = caplog.records
+    assert f"config ({GUILTY})" in record.message
+    assert f"{verdict} ({why})" in record.message
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("worker", "patience", "verdict", "why"),
+    [
+        pytest.param(accessing_illegally, 60, validate.CRASHED, "illegal memory access", id="illegal access"),
+        pytest.param(looping, 15, validate.TIMED_OUT, "no end after 15 s", id="endless loop"),
+    ],
+)
+def test_a_kernel_that_kills_its_context_costs_itself_alone(pretuned, caplog, worker, patience, verdict, why):
+    (outcome,), db = pretuned(worker, patience=patience)
+    assert outcome.tuned, outcome
+    assert outcome.entry.rejected == {verdict: 1}
+    assert verdicts(db) == {INNOCENT.CHUNK_SIZE: "correct", GUILTY.CHUNK_SIZE: verdict}
+    assert why in next(receipt.what for receipt in db.receipts() if not receipt.correct)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.gpu
+def test_a_users_process_that_crashes_says_so_and_the_next_does_not_try_again(cache_dir):
+    answers = []
+    for _ in range(2):
+        ours, theirs = multiprocessing.Pipe()
+        process = multiprocessing.get_context("spawn").Process(target=call_illegally, args=(theirs,))
+        process.start()
+        assert ours.poll(120)
+        answers.append(ours.recv())
+        process.join()
+    (first, why), (second, _) = answers
+    assert (first, second) == ("CrashedError", "RejectedConfigError")
+    assert f"config ({GUILTY}) for head_dim 16" in why
+    assert "illegal memory access" in why
+    assert "This process can use the GPU no more" in why
+
+
+def test_it_is_not_tried_again(pretuned, caplog):
+    pretuned(segfaulting)
+    caplog.clear()
+    (outcome,), db = pretuned(segfaulting, NEXT_KEY)
+    assert outcome.entry.rejected == {validate.CRASHED: 1}
+    assert caplog.records == []  # no worker died
+    assert len(db.entries()) == 2
+
+
+def test_several_in_flight_are_tried_one_by_one(pretuned, caplog):
+    # All three are being built when the process aborts; which has no hash yet, so there is no receipt.
+    outcomes, db = pretuned(aborting_compiler, KEY, NEXT_KEY)
+    assert [outcome.entry.rejected for outcome in outcomes] == [{validate.CRASHED: 1}] * 2
+    assert {outcome.entry.config for outcome in outcomes} <= {INNOCENT, OTHER}
+    assert GUILTY.CHUNK_SIZE not in verdicts(db)
+    assert [f"config ({GUILTY})" in record.message for record in caplog.records] == [True]
+
+
+def test_two_guilty_ones_are_both_found(pretuned, caplog):
+    (outcome,), db = pretuned(two_segfaulting)
+    assert outcome.entry.config == INNOCENT
+    assert verdicts(db) == {INNOCENT.CHUNK_SIZE: "correct", GUILTY.CHUNK_SIZE: "crashed", OTHER.CHUNK_SIZE: "crashed"}
+    assert len(caplog.records) == 2
+
+
+def test_when_all_crash_the_key_fails_and_nothing_wins(pretuned):
+    (outcome,), db = pretuned(all_segfaulting)
+    assert outcome.entry is None
+    assert "no candidate agreed" in outcome.error
+    assert db.entries() == []
+    assert set(verdicts(db).values()) == {"crashed"}
+
+
+def test_who_is_killed_from_outside_is_not_guilty(pretuned, caplog, tmp_path, monkeypatch):
+    monkeypatch.setenv("TUNEDQK_TEST_DONE", str(tmp_path / "done"))
+    (outcome,), db = pretuned(killed_once)
+    assert (tmp_path / "done").exists()
+    assert outcome.tuned
+    assert outcome.entry.rejected == {}
+    assert set(verdicts(db).values()) == {"correct"}
+    assert caplog.records == []
+
+
+def test_an_error_of_ours_fails_its_key_and_the_others_go_on(pretuned, caplog):
+    (failed, tuned), db = pretuned(buggy, KEY, NEXT_KEY)
+    assert failed.entry is None
+    assert failed.error == "ZeroDivisionError: a bug of ours"
+    assert "raise_bug" in caplog.text  # the traceback
+    assert tuned.tuned
+    assert [found.entry.key for found in db.entries()] == [NEXT_KEY]
+
+
+def test_a_worker_that_never_comes_is_an_error(pretuned):
+    (outcome,), db = pretuned(never_serving)
+    assert outcome.error == "the worker process ended (exit status 3), and no candidate alone is to blame"
+    assert db.entries() == []
+
+
+def test_where_nothing_can_be_saved_it_is_still_not_tried_again(pretuned, tmp_path, caplog):
+    (tmp_path / "out").touch()  # no folder: nothing can be written
+    with pytest.warns(match="cannot be written|left alone"):
+        (outcome,), _ = pretuned(segfaulting)
+    assert outcome.entry.config == INNOCENT
+    assert len([record for record in caplog.records if "SIGSEGV" in record.message]) == 1
+
+
+def test_stopping_ends_the_worker(device):
+    def stop(_):
+        raise KeyboardInterrupt
+
+    pretuner = IsolatedPretuner(pretune.resolver_for_folder(None), serve=segfaulting)
+    with pytest.raises(KeyboardInterrupt):
+        pretuner.run([KEY], stop)
+    assert multiprocessing.active_children() == []
+
+
+def _run_and_tell(connection):
+    """A parent, which is killed while its worker hangs."""
+
+    def tell():
+        while not multiprocessing.active_children():
+            time.sleep(0.01)
+        connection.send(multiprocessing.active_children()[0].pid)
+
+    import threading
+
+    threading.Thread(target=tell, daemon=True).start()
+    IsolatedPretuner(pretune.resolver_for_folder(None), serve=hanging).run([KEY], print)
+
+
+def test_a_worker_that_hangs_ends_with_its_parent(cache_dir):
+    ours, theirs = multiprocessing.Pipe()
+    # Not daemonic: it has a child.
+    parent = multiprocessing.get_context("spawn").Process(target=_run_and_tell, args=(theirs,))
+    parent.start()
+    assert ours.poll(60)
+    worker = ours.recv()
+    time.sleep(1)
+    parent.kill()
+    parent.join()
+    deadline = time.monotonic() + 30
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.kill(worker, 0)
+            time.sleep(0.05)
+        os.kill(worker, signal.SIGKILL)
+        pytest.fail("the worker lives on")
+
+
+def test_the_command_line_pretunes_in_a_worker(monkeypatch, capsys):
+    pids = []
+    start = isolation._Worker.__init__
+
+    def spy(self, *arguments):
+        start(self, *arguments)
+        pids.append(self._process.pid)
+
+    monkeypatch.setattr(isolation._Worker, "__init__", spy)
+    monkeypatch.setattr(isolation.IsolatedPretuner.__init__, "__kwdefaults__",
+                        {**isolation.IsolatedPretuner.__init__.__kwdefaults__, "serve": segfaulting})  # fmt: skip
+    assert cli.main(list(ONE_SHAPE)) == 0
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+    assert "Rejected candidates: 1 crashed." in capsys.readouterr().out

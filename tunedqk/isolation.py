@@ -1,0 +1,241 @@
+"""Pretuning in a process of its own, which may crash or hang: that costs the guilty candidate, and nobody else.
+
+The worker says what it is about to build or to launch, and when that is over. So when it dies, or says nothing for
+too long, it is known what was in flight. One config in flight is guilty. Several are tried one by one, each as if it
+were the only candidate, until one of them does it again. The guilty one's verdict is stored, another worker starts,
+and the key is tuned once more.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from tunedqk.accept import Trial, Watcher
+from tunedqk.compile_pool import FROM_OUTSIDE, cause
+from tunedqk.errors import CrashedError
+from tunedqk.pretune import Outcome, Pretuner, resolver_for_folder
+from tunedqk.validate import CRASHED, TIMED_OUT, Verdict
+
+if TYPE_CHECKING:
+    from tunedqk.config import KernelConfig, TuningKey
+    from tunedqk.resolve import Resolver
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 120.0  # seconds that one build, or the launches of one binary, may take
+UNEXPLAINED_DEATHS = 2  # of the worker, after which a key is given up
+
+
+class Request(NamedTuple):
+    """Tune a key; with `only`, see instead whether the process survives that config."""
+
+    key: TuningKey
+    only: KernelConfig | None = None
+
+
+class Note(NamedTuple):
+    """The worker is about to try something, or has survived it."""
+
+    trial: Trial
+    begins: bool
+
+
+class Survived(NamedTuple):
+    """The answer to a probe."""
+
+
+class Failed(NamedTuple):
+    """The worker's traceback: an error that no candidate is to blame for."""
+
+    why: str
+
+
+class Death(NamedTuple):
+    """The worker's end, as a verdict on the guilty; and what was in flight."""
+
+    verdict: Verdict
+    in_flight: tuple[Trial, ...] = ()
+
+
+Condemned = list[tuple[Trial, Verdict]]
+
+
+class _Reporter(Watcher):
+    """Tells the parent."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()  # builds begin and end in threads
+
+    def send(self, message: object) -> None:
+        with self._lock:
+            self._connection.send(message)
+
+    def begins(self, trial: Trial) -> None:
+        """See Watcher."""
+        self.send(Note(trial, begins=True))
+
+    def ends(self, trial: Trial) -> None:
+        """See Watcher."""
+        self.send(Note(trial, begins=False))
+
+
+def serve(connection: Connection, folder: Path | None, force: bool, condemned: Condemned) -> None:
+    """What the worker does: answer requests until nobody makes any."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the keyboard speaks to the parent, and the parent ends this process
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    reporter = _Reporter(connection)
+    try:
+        resolver = resolver_for_folder(folder)
+        for trial, verdict in condemned:
+            resolver.door.condemn(trial, verdict)
+        resolver.door.watcher = reporter
+        pretuner = Pretuner(resolver, force=force)
+        while True:
+            request: Request = connection.recv()
+            if request.only is None:
+                reporter.send(pretuner.tune(request.key))
+            else:
+                pretuner.probe(request.key, request.only)
+                reporter.send(Survived())
+    except EOFError:  # nobody asks any more
+        return
+    except CrashedError as error:
+        reporter.send(Death(Verdict(CRASHED, what=str(error.__cause__).splitlines()[0])))
+        os._exit(1)  # to clean up would need the context that is lost
+    except BaseException:
+        reporter.send(Failed(traceback.format_exc()))
+        raise
+
+
+def _end_with_parent() -> None:
+    """Else a worker that hangs would outlive a parent that was killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+class _Worker:
+    """The process and the way to it."""
+
+    def __init__(self, arguments: tuple[object, ...], serve: Callable[..., None], patience: float) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._patience = patience
+        self._connection, theirs = context.Pipe()
+        with theirs:  # once the process has its copy, its end is the end of the connection
+            self._process = context.Process(target=serve, args=(theirs, *arguments), daemon=True)
+            self._process.start()
+
+    def ask(self, request: Request) -> Outcome | Survived | Failed | Death:
+        """Its answer, or how it came to an end."""
+        in_flight: list[Trial] = []
+        try:
+            self._connection.send(request)
+            while True:
+                # Only a candidate may take too long: the worker may also be waiting for another one that tunes.
+                if not wait([self._connection], self._patience if in_flight else None):
+                    return Death(Verdict(TIMED_OUT, what=f"no end after {self._patience:g} s"), tuple(in_flight))
+                message: Note | Outcome | Survived | Failed | Death = self._connection.recv()
+                if isinstance(message, Death):
+                    return message._replace(in_flight=tuple(in_flight))
+                if not isinstance(message, Note):
+                    return message
+                (in_flight.append if message.begins else in_flight.remove)(message.trial)
+        except (EOFError, OSError):
+            self._process.join()
+            status = self._process.exitcode or 0
+            return Death(Verdict(CRASHED, what=cause(status)), () if status in FROM_OUTSIDE else tuple(in_flight))
+
+    def end(self) -> None:
+        """Kill it: all that is finished is saved."""
+        self._process.kill()
+        self._process.join()
+        self._connection.close()
+
+
+class IsolatedPretuner(Pretuner):
+    """A Pretuner whose work is done by a worker process. `run` ends the process; one that died has a successor."""
+
+    def __init__(
+        self,
+        resolver: Resolver,
+        folder: Path | None = None,
+        *,
+        force: bool = False,
+        serve: Callable[[Connection, Path | None, bool, Condemned], None] = serve,
+        patience: float = PATIENCE,
+    ) -> None:
+        """folder: of the resolver's file, as for `resolver_for_folder`. serve: what the worker does."""
+        super().__init__(resolver, force=force)
+        self._folder = folder
+        self._serve = serve
+        self._patience = patience
+        self._condemned: Condemned = []
+        self._worker: _Worker | None = None
+
+    def run(self, keys: Iterable[TuningKey], report: Callable[[Outcome], None]) -> list[Outcome]:
+        """See Pretuner.run."""
+        try:
+            return super().run(keys, report)
+        finally:
+            self._end_worker()
+            self.resolver.db.reload()  # the worker wrote it
+
+    def tune(self, key: TuningKey) -> Outcome:
+        """See Pretuner.tune."""
+        start = time.perf_counter()
+        unexplained = 0
+        while True:
+            answer = self._ask(Request(key))
+            if isinstance(answer, Outcome):
+                return answer._replace(seconds=time.perf_counter() - start)
+            if isinstance(answer, Failed):
+                logger.error("tunedqk: pretuning %s failed:\n%s", key, answer.why)
+                why = answer.why.strip().splitlines()[-1]
+            elif isinstance(answer, Death):
+                if self._convict(key, answer):
+                    continue
+                why = f"the worker process ended ({answer.verdict.what}), and no candidate alone is to blame"
+                unexplained += 1
+                if unexplained < UNEXPLAINED_DEATHS:
+                    continue
+            return Outcome(key, None, tuned=False, seconds=time.perf_counter() - start, error=why)
+
+    def _convict(self, key: TuningKey, death: Death) -> bool:
+        """Find who took the worker down, and see to it that this is never tried again. False if nobody did."""
+        # What was being launched is the likelier.
+        suspects = dict.fromkeys(trial.config for trial in sorted(death.in_flight, key=lambda trial: not trial.binary))
+        if len(suspects) > 1:
+            answers = (self._ask(Request(key, only=config)) for config in suspects)
+            death = next((answer for answer in answers if isinstance(answer, Death)), Death(death.verdict))
+        launched = tuple(trial for trial in death.in_flight if trial.binary)
+        for trial in launched or death.in_flight:
+            logger.warning("tunedqk: %s: %s (%s)", trial, death.verdict.verdict, death.verdict.what)
+            self._condemned.append((trial, death.verdict))
+            self.resolver.door.condemn(trial, death.verdict)
+        return bool(death.in_flight)
+
+    def _ask(self, request: Request) -> Outcome | Survived | Failed | Death:
+        """Ask the worker, which is started if there is none."""
+        if self._worker is None:
+            self._worker = _Worker((self._folder, self.force, self._condemned), self._serve, self._patience)
+        answer = self._worker.ask(request)
+        if isinstance(answer, Failed | Death):
+            self._end_worker()
+        return answer
+
+    def _end_worker(self) -> None:
+        if self._worker is not None:
+            self._worker.end()
+            self._worker = None
