@@ -26,6 +26,8 @@ NOT_DETERMINISTIC = "not deterministic"
 INPUT_CHANGED = "input changed"
 DID_NOT_COMPILE = "did not compile"
 OUT_OF_RESOURCES = "out of resources"
+CRASHED = "crashed"
+TIMED_OUT = "timed out"
 # A race also gives wrong results; the first of these that applies says most.
 _SEVERITY = (OUT_OF_BOUNDS, INPUT_CHANGED, NOT_DETERMINISTIC, WRONG_RESULT)
 
