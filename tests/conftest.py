@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -44,6 +45,18 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """How many planted faults this run has shown to the validator, and what it said."""
+    stats = terminalreporter.stats
+    reports = [report for outcome in ("passed", "failed", "skipped") for report in stats.get(outcome, [])]
+    properties = [item for report in reports for item in getattr(report, "user_properties", [])]
+    verdicts = Counter(verdict for name, verdict in properties if name == "mutant")
+    if verdicts:
+        rejected = verdicts.total() - verdicts["correct"]
+        counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common() if verdict != "correct")
+        terminalreporter.write_line(f"{verdicts.total()} mutants: {rejected} rejected ({counts})")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -124,7 +124,8 @@ BY_SUM, BY_DOT = variant_of(group=2), variant_of(BF16, group=3)
 class Mutant(NamedTuple):
     """A fault: edits of the source, the verdict that fits, and what it is shown on.
 
-    gpu: only a GPU can show it. far: it writes to where, on a CPU, somebody else's memory would be.
+    gpu: only a GPU can show it. far: it writes to where, on a CPU, somebody else's memory would be. race: chance may
+    give the same wrong result at each launch, so that the verdict is WRONG_RESULT.
     """
 
     name: str
@@ -134,6 +135,12 @@ class Mutant(NamedTuple):
     config: KernelConfig = SMALL
     gpu: bool = False
     far: bool = False
+    race: bool = False
+
+    @property
+    def verdicts(self):
+        """Those that fit."""
+        return {self.verdict, validate.WRONG_RESULT} if self.race else {self.verdict}
 
 
 def _mutant(name, old, new, verdict=validate.WRONG_RESULT, **fields):
@@ -155,6 +162,9 @@ FP16_PRODUCTS = ((PRODUCT, f"({PRODUCT}).to(tl.float16).to(tl.float32)"),)
 BF16_PRODUCTS = ((PRODUCT, f"({PRODUCT}).to(tl.bfloat16).to(tl.float32)"),)
 # Nanoseconds, of which the lowest bits always are 0.
 CLOCK = "((tl.extra.cuda.globaltimer() >> 10) & 7)"
+
+BRANCH = "    if DOT_DTYPE is None:\n        _scores_by_sum("
+OTHERS_PLACE = "out_ptr + batch // 8 * stride_ob + q_head * stride_oh + start * stride_ol"
 
 LAST_POSITION_SKIPPED = ((SUM_MASK, SUM_MASK.replace("out_left", "out_left - 1")),)
 
@@ -230,7 +240,58 @@ MUTANTS = [
             validate.NOT_DETERMINISTIC, variant=variant_of(BF16, FP32, group=3), gpu=True),
     _mutant("scores by the clock", SUM_SCORES, SUM_SCORES.replace("scores *", f"(scores + {CLOCK}) *"),
             validate.NOT_DETERMINISTIC, gpu=True),
+    _mutant("KV heads race for one place", "+ q_head * stride_oh", "+ row_block * ROWS * stride_oh",
+            validate.NOT_DETERMINISTIC, gpu=True, race=True),
+    # Right wherever the batch element that is cleared has yet to be written.
+    _mutant("another program's output cleared", BRANCH, f"    tl.store({OTHERS_PLACE}, 0.0)\n{BRANCH}",
+            validate.NOT_DETERMINISTIC, gpu=True, race=True),
 ]  # fmt: skip
+
+
+class Offset(NamedTuple):
+    """A product of an index and a stride in the kernel, and which trials of offsets.py it shows in alone."""
+
+    name: str
+    product: str
+    places: tuple[str, ...]
+    variant: Variant = BY_SUM
+
+
+OFFSETS = [
+    Offset("position of a key", "pos.to(tl.int64)[:, None] * stride_kl", ("positions, inputs",)),
+    Offset("position of a key by dot", "pos.to(tl.int64)[:, None] * stride_kl", ("positions, inputs",), BY_DOT),
+    Offset("position in out", "pos.to(tl.int64) * stride_ol", ("positions, output",)),
+    Offset("position in out by dot", "pos.to(tl.int64)[:, None] * stride_ol", ("positions, output",), BY_DOT),
+    Offset("chunk's keys", "start * stride_kl", ("chunks, inputs",)),
+    Offset("chunk in out", "start * stride_ol", ("chunks, output",)),
+    Offset("row of q", Q_ROW, ("rows, inputs",)),
+    Offset("row of q by dot", "rows[None, :] * stride_qh", ("rows, inputs",), BY_DOT),
+    Offset("row of out", "row * stride_oh", ("rows, output",)),
+    Offset("row of out by dot", "rows[None, :] * stride_oh", ("rows, output",), BY_DOT),
+    Offset("head of q", "q_head * stride_qh", ("heads, inputs",)),
+    Offset("head of k", "kv_head * _visible_stride(stride_kh, element_ty, ALIGNED)", ("heads, inputs",)),
+    Offset("head of out", "q_head * stride_oh", ("heads, output",)),
+    Offset("batch of q", "batch * _visible_stride(stride_qb, element_ty, ALIGNED)", ("batch, inputs",)),
+    Offset("batch of k", "batch * _visible_stride(stride_kb, element_ty, ALIGNED)", ("batch, inputs",)),
+    Offset("batch of out", "batch * stride_ob", ("batch, output",)),
+    Offset("strides of q and k", "stride // lanes * lanes", ("batch, inputs", "rows, inputs")),
+    Offset("strides of q and k, one row", "stride // lanes * lanes", ("batch, inputs", "heads, inputs"), variant_of()),
+]
+
+
+def offset_mutant(offset, bits):
+    """The kernel with that product in integers of so many bits."""
+    narrow = f"({offset.product}).to(tl.int{bits})"
+    return _mutant(f"{offset.name} in int{bits}", offset.product, narrow, variant=offset.variant, gpu=True)
+
+
+MUTANTS += [offset_mutant(offset, 32) for offset in OFFSETS]
 
 # Right at the lengths around a chunk; wrong where a cache has more than 16 chunks.
 CHUNKS_WRAP = (("start = chunk * CHUNK_SIZE", "start = chunk % 16 * CHUNK_SIZE"),)
+
+# No mutants to judge: these take the process down.
+FAR_AWAY = ((OUT_BASE, OUT_BASE.replace("batch", "(1 << 44) + batch")),)
+START = "    start = chunk * CHUNK_SIZE\n"
+FOR_EVER = "    while tl.atomic_add(out_ptr.to(tl.pointer_type(tl.int32)), 0) != 123456789:\n        scale += 1\n"
+ENDLESS = ((START, f"{FOR_EVER}{START}"),)

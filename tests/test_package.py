@@ -27,7 +27,7 @@ LAYERS = (
     {"config", "device", "errors"},
     {"kernels", "records", "db"},
     {"compiler", "compile_pool"},
-    {"launch", "inputs", "validate", "accept", "arguments", "call", "timing", "floor", "workload"},
+    {"launch", "inputs", "offsets", "validate", "accept", "arguments", "call", "timing", "floor", "workload"},
     {"builder", "tune"},
     {"resolve", "ready", "score", "serving", "pretune", "isolation"},
     {"op", "report", "cli"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from triton.runtime.errors import OutOfResources
 
 from tunedqk import validate
 from tunedqk.errors import CrashedError, RejectedConfigError
-from tunedqk.launch import Binary, Variant, build
+from tunedqk.launch import Binary, Variant, build, is_built
 from tunedqk.records import Receipt
 from tunedqk.validate import Validator, Verdict
 
@@ -76,6 +77,8 @@ class Door:
 
     def release(self) -> None:
         """Free the inputs that binaries were judged on."""
+        if self._validator is not None and not self.crashed:
+            self._validator.close()
         self._validator = None
 
     def condemn(self, trial: Trial, verdict: Verdict) -> None:
@@ -149,6 +152,7 @@ class Door:
         has its float32-output twin checked, since an error can hide under the rounding of 16 bits; and one comparison
         is made at the bucket's own length. What comes out becomes a receipt. again: as if there were no receipt yet.
         """
+        self._work_ahead(variant, config, seq_len)
         binary, verdict = self.build(variant, config)
         if binary is not None:
             receipt = None if again else self.db.receipt(binary.hash)
@@ -161,6 +165,21 @@ class Door:
         raise RejectedConfigError(
             f"config ({config}) for {variant}: {verdict.verdict}: {verdict.what}", verdict.verdict
         )
+
+    def _work_ahead(self, variant: Variant, config: KernelConfig, seq_len: int) -> None:
+        """Compile a binary that will have to be validated at the same time as what that takes.
+
+        Three kernels of some 0.2 s each; a process that has compiled none yet needs as much again to begin.
+        """
+        if self.device.type != "cuda" or is_built(self.device, variant, config):
+            return
+        about = _about(variant, config)  # a receipt about it, if perhaps from another toolchain: then just look
+        if any(receipt.what.startswith(about) for receipt in self.db.receipts()):
+            return
+        with ThreadPoolExecutor() as threads:
+            for ahead in {variant, float32_twin(variant)}:
+                threads.submit(self.build, ahead, config)
+            self.prepare(variant, seq_len, config.CHUNK_SIZE)
 
     def prepare(self, variant: Variant, seq_len: int, capacity: int) -> None:
         """Make what the candidates of a key are judged on. capacity: their largest chunk, so that they can share it."""
@@ -181,19 +200,18 @@ class Door:
         return verdict
 
     def _validate(self, binary: Binary, receipt: Receipt | None, seq_len: int) -> Verdict:
-        verdict = Verdict(validate.CORRECT, receipt.max_error if receipt else None)
-        twin = ""
         if receipt is not None:
-            twin = receipt.twin
+            left_out = receipt.what.removeprefix(_about(binary.variant, binary.config)).removeprefix("; ")
+            verdict, twin = Verdict(validate.CORRECT, receipt.max_error, left_out), receipt.twin
         else:
-            verdict = self._check(binary)
+            verdict, twin = self._check(binary), ""
             if verdict.correct and binary.variant.out_dtype != torch.float32:
                 verdict, twin = self._check_twin(binary)
         if verdict.correct:
             at_length = self._check_length(binary, seq_len)
             if at_length.correct:
                 worst = max(verdict.max_error or 0.0, at_length.max_error or 0.0)
-                at_length = at_length._replace(max_error=worst)
+                at_length = at_length._replace(max_error=worst, what=verdict.what)
             verdict = at_length
         self._record(_trial_of(binary), verdict, (seq_len,), twin)
         return verdict
@@ -204,7 +222,7 @@ class Door:
             return verdict._replace(what=f"float32-output twin: {verdict.what}"), ""
         receipt = self.db.receipt(twin.hash)
         verdict = self._check(twin) if receipt is None or receipt.correct else _verdict_of(receipt)
-        if not verdict.correct:
+        if verdict.what:
             verdict = verdict._replace(what=f"float32-output twin: {verdict.what}")
         return verdict, twin.hash
 
@@ -221,6 +239,7 @@ class Door:
 
     def _validator_for(self, variant: Variant) -> Validator:
         if self._validator is None or not self._validator.judges(variant):
+            self.release()
             self._validator = Validator(self.device, variant)
         return self._validator
 
@@ -229,7 +248,7 @@ class Door:
             binary=trial.binary,
             verdict=verdict.verdict,
             max_error=verdict.max_error,
-            what=f"{trial.variant}; {trial.config}" + (f"; {verdict.what}" if verdict.what else ""),
+            what=_about(trial.variant, trial.config) + (f"; {verdict.what}" if verdict.what else ""),
             seq_lens=seq_lens if verdict.correct else (),
             validated_at=now(),
             twin=twin,
@@ -239,6 +258,11 @@ class Door:
 
 def _trial_of(binary: Binary) -> Trial:
     return Trial(binary.variant, binary.config, binary.hash)
+
+
+def _about(variant: Variant, config: KernelConfig) -> str:
+    """How a receipt tells people what it is about."""
+    return f"{variant}; {config}"
 
 
 def _verdict_of(receipt: Receipt) -> Verdict:

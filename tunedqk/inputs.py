@@ -101,6 +101,11 @@ def long_inputs(device: torch.device, variant: Variant, seq_len: int) -> Inputs:
     return _make(device, variant, seq_len, batch=1, kv_heads=1, families=("random",))
 
 
+def integer_inputs(device: torch.device, variant: Variant, seq_len: int, batch: int, kv_heads: int) -> Inputs:
+    """Inputs whose results must equal the reference to the bit, in every output dtype."""
+    return _make(device, variant, seq_len, batch, kv_heads, families=("integers",))
+
+
 def _make(
     device: torch.device, variant: Variant, seq_len: int, batch: int, kv_heads: int, families: tuple[str, ...]
 ) -> Inputs:

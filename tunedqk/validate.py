@@ -15,6 +15,7 @@ import torch
 
 from tunedqk.inputs import Inputs, judging_inputs, long_inputs
 from tunedqk.launch import Binary, Variant, geometry
+from tunedqk.offsets import OffsetCheck
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,6 +35,7 @@ _SEVERITY = (OUT_OF_BOUNDS, INPUT_CHANGED, NOT_DETERMINISTIC, WRONG_RESULT)
 FILL = -7.25
 GUARD = 37  # elements before and behind the output; odd, so that nothing about the output is aligned
 LAUNCHES = 3
+FAR_OFFSETS = "offsets beyond 2**31"
 # Programs per multiprocessor that no GPU holds at once.
 RESIDENT_PROGRAMS = 33
 
@@ -99,6 +101,11 @@ class Validator:
         self._capacity = 0
         self._judging: list[Inputs] = []
         self._long: Inputs | None = None
+        self._offsets = OffsetCheck(device, variant)
+
+    def close(self) -> None:
+        """Give back to the driver the gigabytes that offsets are checked in; another check would take them again."""
+        self._offsets.close()
 
     def judges(self, variant: Variant) -> bool:
         """Whether this validator's inputs are made for that variant; the output's dtype does not matter."""
@@ -125,7 +132,7 @@ class Validator:
         return self._long
 
     def check(self, binary: Binary) -> Verdict:
-        """The whole list, at lengths around the binary's chunk."""
+        """The whole list, at lengths around the binary's chunk. A correct verdict's `what` names what was left out."""
         chunk = binary.config.CHUNK_SIZE
         self._prepare_chunks(chunk)
         findings: list[_Finding] = []
@@ -134,7 +141,20 @@ class Validator:
             self._launch_and_judge(binary, inputs, findings, errors, launches)
         if self._on_gpu:
             findings.append(self._large_grid(binary, self._judging[0].copy_of(chunk + 1)))
-        return _conclude(findings, errors)
+        verdict = _conclude(findings, errors)
+        if not (self._on_gpu and verdict.correct):
+            return verdict
+        # After that wait, for what follows is safe only where masks hold: with strides of gigabytes, one position too
+        # many is memory of somebody else's.
+        return self._check_offsets(binary, verdict, errors)
+
+    def _check_offsets(self, binary: Binary, so_far: Verdict, errors: list[torch.Tensor]) -> Verdict:
+        """Offsets that no int32 holds, if there is the memory for it; errors: those that go into the verdict."""
+        lacking = self._offsets.reserve(binary.variant.out_dtype)
+        if lacking:
+            return so_far._replace(what=f"{FAR_OFFSETS} not checked: {lacking}")
+        trials = self._offsets.trials(binary, self._capacity)
+        return _conclude([_Finding(WRONG_RESULT, f"{FAR_OFFSETS} ({name})", wrong) for name, wrong in trials], errors)
 
     def _trials(self, chunk: int) -> Iterator[tuple[Inputs, int]]:
         """Inputs to launch on, and how often."""
@@ -218,7 +238,7 @@ class Validator:
 
 
 def _conclude(findings: list[_Finding], errors: list[torch.Tensor]) -> Verdict:
-    """One verdict from all findings, with one wait for the device."""
+    """One verdict from findings, with one wait for the device."""
     numbers = torch.stack([f.failed.float() for f in findings] + [e.float() for e in errors]).tolist()
     failed = [finding for finding, number in zip(findings, numbers, strict=False) if number]
     max_error = max(numbers[len(findings) :])
