@@ -17,6 +17,8 @@ from tunedqk.launch import Variant, is_built, program, target_of
 from tunedqk.validate import DID_NOT_COMPILE, Verdict
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from tunedqk.accept import Door
     from tunedqk.config import KernelConfig
 
@@ -24,16 +26,17 @@ if TYPE_CHECKING:
 class Builder:
     """Builds binaries for a door; processes compile them, as many at a time as there are processors."""
 
-    def __init__(self, door: Door, variant: Variant, configs: list[KernelConfig]) -> None:
+    def __init__(self, door: Door, wanted: Collection[tuple[Variant, KernelConfig]]) -> None:
+        """wanted: what will be submitted first, for the processes to start at once if any of it is to be compiled."""
         self._door = door
         self._lock = threading.Lock()
         self._closing = False
-        workers = min(processors(), len(configs))
+        workers = min(processors(), max(len(wanted), 1))
         self._threads = ThreadPoolExecutor(workers)
         self._compilers: CompilePool | None = None
         if not interpreting() and not knobs.compilation.always_compile:  # else Triton's cache is not looked at
             self._compilers = CompilePool(workers)
-            if not all(is_built(door.device, variant, config) for config in configs):
+            if not all(is_built(door.device, *one) for one in wanted):
                 self._compilers.start()  # before the target is asked for: that can take a third of a second
             try:
                 self._target = target_of(door.device)

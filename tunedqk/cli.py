@@ -204,22 +204,17 @@ def _show(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     console = _console()
     _device_ready(console)
-    from tunedqk.errors import RejectedConfigError
-    from tunedqk.pretune import resolver_for_folder
-    from tunedqk.tune import tuned_variant
+    from tunedqk.pretune import resolver_for_folder, verify
 
     resolver = resolver_for_folder(options.out)
-    failed = 0
-    entries = [found.entry for found in resolver.db.entries()]
-    for entry in entries:
-        try:
-            resolver.door.accept(tuned_variant(entry.key), entry.config, entry.key.seq_len, again=True)
-        except RejectedConfigError as error:
+    total = failed = 0
+    for entry, error in verify(resolver):
+        total += 1
+        if error is not None:
             failed += 1
             console.print(f"{entry.key}: {error}", soft_wrap=True)
-    resolver.door.release()
     console.print(
-        f"{resolver.gpu.name}: {len(entries) - failed} of {len(entries)} winners are correct, "
+        f"{resolver.gpu.name}: {total - failed} of {total} winners are correct, "
         f"{resolver.door.validations} binaries validated again."
     )
     return 1 if failed else 0

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from tunedqk.accept import float32_twin
+from tunedqk.builder import Builder
 from tunedqk.db import TuningDB
 from tunedqk.device import identity_of, interpreting
 from tunedqk.errors import NoAcceptedConfigError, RejectedConfigError, TuningDeclinedError
@@ -16,7 +18,7 @@ from tunedqk.resolve import Resolver
 from tunedqk.tune import candidates, tune, tuned_variant
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from tunedqk.config import KernelConfig, TuningKey
@@ -119,3 +121,29 @@ class Pretuner:
         if moved not in self._floors:
             self._floors[moved] = read_write_floor_us(shape.k, shape.out, passes=shape.passes, rounds=3)
         return self._floors[moved]
+
+
+def verify(resolver: Resolver) -> Iterator[tuple[Entry, RejectedConfigError | None]]:
+    """Validate every stored winner again, receipt or not; yields each, with the error if it failed."""
+    door = resolver.door
+    entries = [found.entry for found in resolver.db.entries()]
+    variants = {entry.key: tuned_variant(entry.key) for entry in entries}
+    # Winners of several keys share binaries.
+    wanted = dict.fromkeys(
+        (variant, entry.config)
+        for entry in entries
+        for variant in (variants[entry.key], float32_twin(variants[entry.key]))
+    )
+    with contextlib.closing(Builder(door, wanted)) as builder:
+        builds = {one: builder.submit(*one) for one in wanted}
+        for entry in entries:
+            variant = variants[entry.key]
+            for one in (variant, float32_twin(variant)):  # else the door would compile it here as well
+                builds[one, entry.config].result()
+            error = None
+            try:
+                door.accept(variant, entry.config, entry.key.seq_len, again=True)
+            except RejectedConfigError as rejected:
+                error = rejected
+            yield entry, error
+    door.release()

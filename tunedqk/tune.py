@@ -86,7 +86,7 @@ def _search(
 ) -> Entry:
     variant = tuned_variant(key)
     # Compiling takes longest: it runs while tensors are made, and while what is ready is validated.
-    with contextlib.closing(Builder(door, variant, configs)) as builder:
+    with contextlib.closing(Builder(door, [(variant, config) for config in configs])) as builder:
         builds = {config: builder.submit(variant, config) for config in configs}
         workload = Workload(door.device, variant, key.seq_len)
         screening = _Screening(key, door, workload.screening, builds)
