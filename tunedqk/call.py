@@ -39,7 +39,7 @@ class Call(NamedTuple):
 
     sizes: Sizes
     out_shape: torch.Size
-    out_device: torch.device
+    out_strides: tuple[int, ...]
     elements: int  # of out
     geometry: Geometry
     slots: tuple[Slot, Slot]
@@ -126,4 +126,4 @@ def _work_out(
         for addresses in (False, True)
     )
     extents = (extent(q), extent(k), extent(out))
-    return Call(sizes, out.shape, q.device, out.numel(), places, (unaligned, aligned), extents)
+    return Call(sizes, out.shape, out.stride(), out.numel(), places, (unaligned, aligned), extents)

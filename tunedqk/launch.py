@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from triton.backends.compiler import GPUTarget
+    from triton.compiler import CompiledKernel
 
 MAX_PROGRAMS = 2**31 - 1
 ALIGNMENT = 16  # bytes, of the widest load
@@ -178,8 +179,7 @@ class CompiledBinary(Binary):
         super().__init__(variant, config)
         self.kernel = compile_program(qk_score_kernel, program(variant, config))
         self.hash = self.kernel.hash
-        self._run: Callable[..., None] = self.kernel.run  # loads the binary: out of shared memory shows here
-        self._fixed = (self.kernel.function, self.kernel.packed_metadata)
+        self._run, self._fixed = _launcher(self.kernel)
 
     def launch(
         self, q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, scale: float, fill: float, sizes: Geometry
@@ -191,9 +191,22 @@ class CompiledBinary(Binary):
         stream = torch._C._cuda_getCurrentRawStream(q.device.index)  # noqa: SLF001  the public way makes an object
         hooks = knobs.runtime
         self._run(
-            programs, 1, 1, stream, *self._fixed, None, hooks.launch_enter_hook, hooks.launch_exit_hook,
+            programs, 1, 1, stream, *self._fixed, hooks.launch_enter_hook, hooks.launch_exit_hook,
             q.data_ptr(), k.data_ptr(), out.data_ptr(), scale, fill, *sizes, *self.constexprs,
         )  # fmt: skip
+
+
+def _launcher(kernel: CompiledKernel) -> tuple[Callable[..., None], tuple[object, ...]]:
+    """What launches a kernel, and its arguments between the stream and the hooks. Loads it: OutOfResources."""
+    launcher: Any = kernel.run
+    if isinstance(launcher, functools.partial):  # it could not be loaded before: Triton keeps the error in its place
+        launcher()
+    fixed = (kernel.packed_metadata, None)
+    if triton.__version__.startswith("3.6.") and not (launcher.global_scratch_size or launcher.profile_scratch_size):
+        # The C function itself: on an H200 the Python around it, for scratch memory, costs a call 1 us.
+        cooperative, overlapping = launcher.launch_cooperative_grid, launcher.launch_pdl
+        return launcher.launch, (kernel.function, cooperative, overlapping, None, None, *fixed)
+    return launcher, (kernel.function, *fixed)
 
 
 INTERPRETER_LOCK = threading.RLock()
