@@ -1,6 +1,7 @@
 """Every exception and warning that is tunedqk's own.
 
-Bad arguments are plain `TypeError` and `ValueError`; what is here concerns tuning, validation and the tuning DB.
+Bad arguments are plain `TypeError` and `ValueError`; what is here concerns tuning, validation and the tuning DB. Each
+message says what happened, to which key or config, and what to do.
 """
 
 
@@ -15,7 +16,7 @@ class NoAcceptedConfigError(TunedQKError):
 class RejectedConfigError(TunedQKError):
     """One config did not compile, or did not agree with the loop kernel; `verdict` says which."""
 
-    def __init__(self, message: str, verdict: str) -> None:
+    def __init__(self, message: str, verdict: str = "") -> None:  # unpickling passes the message alone
         super().__init__(message)
         self.verdict = verdict
 

@@ -56,7 +56,7 @@ class Resolver:
         self.db = db or TuningDB(self.gpu)
         self.door = Door(device, self.db)
         self.lock = INTERPRETER_LOCK if interpreting() else threading.RLock()
-        self._warned: set[TuningKey] = set()
+        self._warned: set[object] = set()
         self.tunings = 0
 
     def resolve(self, variant: Variant, seq_len: int, config: KernelConfig | None = None) -> Binary:
@@ -64,7 +64,7 @@ class Resolver:
         key = variant.key(seq_len)
         try:
             if config is not None:
-                return self.door.accept(variant, config, key.seq_len)
+                return self._given(variant, config, key)
             stored = self._stored(key, variant)
             if stored is not None:
                 return stored
@@ -81,6 +81,14 @@ class Resolver:
         finally:
             self.door.release()
 
+    def _given(self, variant: Variant, config: KernelConfig, key: TuningKey) -> Binary:
+        try:
+            return self.door.accept(variant, config, key.seq_len)
+        except RejectedConfigError as error:
+            raise RejectedConfigError(
+                f"{error}. Give another config, or none: then a tuned one is used", error.verdict
+            ) from error
+
     def winner(self, key: TuningKey) -> Found | None:
         """The stored winner of a key. One that is no candidate of today's is none: its config left the space."""
         found = self.db.winner(key)
@@ -94,7 +102,9 @@ class Resolver:
         try:
             return self.door.accept(variant, found.entry.config, key.seq_len)
         except RejectedConfigError as error:
-            logger.warning("tunedqk: the stored winner of %s in %s was rejected: %s", key, found.path, error)
+            if (key, found.entry.config) not in self._warned:
+                self._warned.add((key, found.entry.config))
+                logger.warning("tunedqk: the stored winner of %s in %s was rejected: %s", key, found.path, error)
             return None
 
     def _tuned(self, key: TuningKey, variant: Variant) -> Binary | None:
@@ -137,7 +147,9 @@ class Resolver:
                     key, self.gpu.name, origin, config,
                 )  # fmt: skip
             return binary
-        raise NoAcceptedConfigError(f"no config for {key} agreed with the loop kernel") from rejection
+        raise NoAcceptedConfigError(
+            f"{key}: no config that is at hand agreed with the loop kernel. `tunedqk pretune` tries all candidates"
+        ) from rejection
 
     def guesses(self, key: TuningKey) -> Iterator[tuple[str, KernelConfig]]:
         """Configs for a key that nothing is stored for, with where each comes from."""

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 FINALISTS = 6
 ROUNDS = 5
+_NONE_IS_RIGHT = (
+    "{}: no {} agreed with the loop kernel ({}). No winner is stored; the verdicts are in the file that `tunedqk show` "
+    "names. Report them, and try another release of Triton"
+)
 TIE = 1.005  # within this of the best, the incumbent stays
 
 
@@ -161,7 +165,7 @@ class _Screening:
             else:
                 self.rejected[verdict.verdict] += 1
         if not self.accepted:
-            raise NoAcceptedConfigError(f"{self.key}: no candidate agreed with the loop kernel: {dict(self.rejected)}")
+            raise NoAcceptedConfigError(_NONE_IS_RIGHT.format(self.key, "candidate", dict(self.rejected)))
 
     def fastest(self, incumbent: KernelConfig | None) -> dict[KernelConfig, Binary]:
         """The finalists: the fastest of the screening, and the incumbent. A config that was not timed goes first."""
@@ -238,4 +242,4 @@ def _first_that_holds(
             rejected[error.verdict] += 1
         else:
             return config
-    raise NoAcceptedConfigError(f"{key}: no finalist agreed with the loop kernel with float32 output: {dict(rejected)}")
+    raise NoAcceptedConfigError(_NONE_IS_RIGHT.format(key, "finalist with float32 output", dict(rejected)))

@@ -94,7 +94,8 @@ class Workload:
             batches = tuple(batch for batch in batches if batch * row <= limit)
             if not batches:
                 raise TuningDeclinedError(
-                    f"tuning needs {row >> 20} MiB for keys; of {free >> 20} MiB free it takes {limit >> 20}"
+                    f"tuning needs {row >> 20} MiB for keys; of {free >> 20} MiB free it takes {limit >> 20}. "
+                    "`tunedqk pretune` does it ahead of time, while the GPU is idle"
                 )
             sets = {batch: min(rotation(batch * row, device), limit // (batch * row)) for batch in batches}
             # Outputs rotate through as much memory as the L2 cache holds, if there is that much.
