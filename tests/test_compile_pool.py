@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -15,8 +16,9 @@ from pathlib import Path
 import msgspec
 import pytest
 from triton.backends.compiler import GPUTarget
+from triton.runtime import cache
 
-from tunedqk import compile_pool
+from tunedqk import compile_pool, device
 from tunedqk.compile_pool import CompilePool
 from tunedqk.config import KernelConfig, search_space, tuning_key
 from tunedqk.errors import CompilerCrashedError
@@ -272,3 +274,19 @@ def test_processes_end_with_the_one_that_started_them(tmp_path):
     while _alive(group) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _alive(group)
+
+
+def test_threads_that_begin_together_hash_triton_once(monkeypatch):
+    runs = []
+
+    @functools.lru_cache
+    def slow():
+        runs.append(time.sleep(0.05))
+
+    monkeypatch.setattr(cache, "triton_key", slow)
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(4):
+            threads.submit(device.hash_triton)
+    assert len(runs) == 1
+    monkeypatch.delattr(cache, "triton_key")  # a release without it
+    device.hash_triton()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import pickle
+import threading
 from fractions import Fraction
 
 import msgspec
@@ -503,9 +505,35 @@ def test_what_does_not_compile_is_a_verdict(make_door, monkeypatch, error, verdi
     assert caught.value.verdict == verdict
 
 
+def test_a_rejection_comes_whole_from_another_process():
+    error = pickle.loads(pickle.dumps(RejectedConfigError("config: wrong result", "wrong result")))
+    assert (str(error), error.verdict) == ("config: wrong result", "wrong result")
+
+
+@pytest.mark.gpu
+def test_what_a_validation_needs_is_compiled_at_the_same_time(make_door, monkeypatch):
+    built = []
+
+    def spy(*arguments):
+        built.append((arguments[1], threading.current_thread() is threading.main_thread()))
+        return launch.build(*arguments)
+
+    monkeypatch.setattr(accept, "build", spy)
+    monkeypatch.setattr(launch, "_compiled", {})  # as in a fresh process
+    variant = variant_of(BF16, head_dim=48)
+    make_door().accept(variant, SMALL, 512)
+    assert {(variant, False), (float32_twin(variant), False)} <= set(built)
+    # With a receipt nothing is to be validated, so nothing else to be compiled.
+    monkeypatch.setattr(launch, "_compiled", {})
+    built.clear()
+    make_door().accept(variant, SMALL, 512)
+    assert built == [(variant, True)]
+
+
 @pytest.mark.gpu
 def test_a_config_beyond_the_shared_memory_is_a_verdict(make_door):
     config = KernelConfig(1024, 128, num_warps=8, num_stages=8)
-    with pytest.raises(RejectedConfigError) as caught:
-        make_door().accept(variant_of(BF16, head_dim=512, group=16), config, 1024)
-    assert caught.value.verdict == validate.OUT_OF_RESOURCES
+    for _ in range(2):  # Triton remembers what it could not load, too
+        with pytest.raises(RejectedConfigError) as caught:
+            make_door().accept(variant_of(BF16, head_dim=512, group=16), config, 1024)
+        assert caught.value.verdict == validate.OUT_OF_RESOURCES

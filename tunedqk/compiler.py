@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.runtime import cache, driver
+from triton.runtime import driver
 
+from tunedqk.device import hash_triton
 from tunedqk.kernels.vectorized import UNSPECIALISED, qk_score_kernel
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def compile_program(kernel: JITFunction, program: Program) -> CompiledKernel:
 
     Raises what Triton raises.
     """
+    hash_triton()
     q, k = (_Pointer(program.dtype, aligned=program.aligned) for _ in range(2))
     out = _Pointer(program.out_dtype, aligned=True)
     scale, fill = 1.0, 0.0
@@ -95,8 +97,7 @@ def _prepare() -> None:
     torch = types.ModuleType("torch")
     torch.Tensor = type("Tensor", (), {})  # type: ignore[attr-defined]
     sys.modules["torch"] = torch
-    if hasattr(cache, "triton_key"):  # Triton's hash of itself, which it remembers: half a gigabyte is read for it
-        cache.triton_key()
+    hash_triton()
 
 
 def _serve(connection: socket.socket) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -50,6 +51,21 @@ class Toolchain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def interpreting() -> bool:
     """Whether Triton runs its kernels in the interpreter: TRITON_INTERPRET, as Triton itself reads it."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in {"1", "true", "on", "yes", "y"}
+
+
+_hashing = threading.Lock()
+
+
+def hash_triton() -> None:
+    """Have Triton hash itself (0.4 s), as it does when a process compiles its first kernel, and then remembers.
+
+    Threads that compile at the same time would otherwise all do it.
+    """
+    from triton.runtime import cache
+
+    if hasattr(cache, "triton_key"):
+        with _hashing:
+            cache.triton_key()
 
 
 @functools.cache
