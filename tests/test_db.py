@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import multiprocessing
 import os
@@ -71,17 +72,18 @@ def one_warning(match):
     assert [warning.category for warning in caught] == [TuningDBWarning]
 
 
-def run_together(count, target, folder):
+def run_together(count, target, folder, times):
     """`count` processes that begin at once, forked from a Python that is quick to start: it has no torch."""
-    parent = start_python(f"import sys, test_db as t; sys.exit(any(t.fork({count}, t.{target.__name__})))", folder)
+    code = f"import sys, test_db as t; sys.exit(any(t.fork({count}, t.{target.__name__}, int(sys.argv[2]))))"
+    parent = start_python(code, folder, times)
     parent.communicate(timeout=60)
     assert parent.returncode == 0
 
 
-def fork(count, target):
+def fork(count, target, *arguments):
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(count)
-    workers = [context.Process(target=target, args=(i, barrier, Path(sys.argv[1]))) for i in range(count)]
+    workers = [context.Process(target=target, args=(i, barrier, Path(sys.argv[1]), *arguments)) for i in range(count)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -558,6 +560,20 @@ def fill_disk(monkeypatch, folder):
     monkeypatch.setattr(os, "fsync", fail)
 
 
+def fill_disk_while_writing(monkeypatch, folder):
+    """The first half of the file fits."""
+
+    class Stream(io.FileIO):
+        def write(self, data):
+            super().write(data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def open_file(path, mode="r", **keywords):
+        return Stream(path, "x") if mode == "xb" else open(path, mode, **keywords)  # noqa: PTH123  it is Path.open
+
+    monkeypatch.setattr(Path, "open", open_file)
+
+
 def refuse_replace(monkeypatch, folder):
     def fail(path, target):
         raise OSError(errno.EROFS, "Read-only file system")
@@ -579,7 +595,24 @@ def lock_is_foreign(monkeypatch, folder):
     Path(folder, f"{db.file_name(GPU)}.lock").mkdir()
 
 
-@pytest.mark.parametrize("prevent", [fill_disk, refuse_replace, refuse_new_files, lock_is_foreign])
+def refuse_the_lock(monkeypatch, folder):
+    """As root may open everything: what another user's lock answers."""
+    whole = os.open
+
+    def open_file(path, *arguments, **keywords):
+        if str(path).endswith(".lock"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return whole(path, *arguments, **keywords)
+
+    monkeypatch.setattr(os, "open", open_file)
+
+
+PREVENTIONS = [
+    fill_disk, fill_disk_while_writing, refuse_replace, refuse_new_files, lock_is_foreign, refuse_the_lock,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("prevent", PREVENTIONS)
 def test_what_cannot_be_written_stays_in_memory_with_one_warning(tmp_path, monkeypatch, prevent):
     used = make_db(tmp_path)
     used.record([make_entry(make_key(512))])
@@ -728,8 +761,8 @@ def test_threads_share_a_db(tmp_path):
     assert make_db(tmp_path).receipt("ffaf").seq_lens == (512, 1024, 2048, 4096, 8192)
 
 
-def tune_same_key(worker, barrier, folder):
-    for n in range(30):
+def tune_same_key(worker, barrier, folder, rounds):
+    for n in range(rounds):
         mine = make_db(folder / str(n))
         barrier.wait(60)
         found = mine.winner(make_key())
@@ -738,25 +771,27 @@ def tune_same_key(worker, barrier, folder):
         assert mine.winner(make_key())
 
 
-def test_eight_processes_with_one_cold_key(tmp_path):
-    run_together(8, tune_same_key, tmp_path)
-    for n in range(30):
+@pytest.mark.parametrize("rounds", [15, pytest.param(50, marks=pytest.mark.stress)])
+def test_eight_processes_with_one_cold_key(tmp_path, rounds):
+    run_together(8, tune_same_key, tmp_path, rounds)
+    for n in range(rounds):
         file = db.load_file(make_db(tmp_path / str(n)).path)
         assert [entry.key for entry in file.entries] == [make_key()]
         assert [receipt.binary for receipt in file.receipts] == list("01234567")
 
 
-def write_own_keys(worker, barrier, folder):
+def write_own_keys(worker, barrier, folder, keys):
     mine = make_db(folder)
     barrier.wait(60)
-    for n in range(10):
-        assert mine.record([make_entry(make_key(512, 1 + worker * 10 + n))])
+    for n in range(keys):
+        assert mine.record([make_entry(make_key(512, 1 + worker * keys + n))])
 
 
-def test_sixteen_writers_lose_no_update(tmp_path):
-    run_together(16, write_own_keys, tmp_path)
-    keys = [found.entry.key.head_dim for found in make_db(tmp_path).entries()]
-    assert keys == list(range(1, 161))
+@pytest.mark.parametrize("keys", [10, pytest.param(20, marks=pytest.mark.stress)])
+def test_sixteen_writers_lose_no_update(tmp_path, keys):
+    run_together(16, write_own_keys, tmp_path, keys)
+    found = [found.entry.key.head_dim for found in make_db(tmp_path).entries()]
+    assert found == list(range(1, 16 * keys + 1))
 
 
 def write_until_killed(worker, barrier, folder):
@@ -767,12 +802,13 @@ def write_until_killed(worker, barrier, folder):
             print(f"{n}\n", end="", flush=True)  # in one piece
 
 
-def test_killed_writers_lose_nothing_that_was_reported_saved(tmp_path):
-    batches = "import test_db\nfor _ in range(5): test_db.fork(4, test_db.write_until_killed)"
+@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.stress)])
+def test_killed_writers_lose_nothing_that_was_reported_saved(tmp_path, kills):
+    batches = f"import test_db\nfor _ in range({kills // 4}): test_db.fork(4, test_db.write_until_killed)"
     parent = start_python(batches, tmp_path)
     moments = random.Random(0)  # noqa: S311
     saved, killed = set(), set()
-    for _ in range(5):
+    for _ in range(kills // 4):
         writers = set()
         while len(writers) < 4:
             saved.add(n := int(parent.stdout.readline()))

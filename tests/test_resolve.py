@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -17,15 +18,23 @@ import pytest
 import torch
 import triton
 from reference import assert_scores, make_inputs, poisoned
+from test_db import MALFORMED, make_folder
 
 from tunedqk import accept, launch, ready, resolve, tune
 from tunedqk.config import KernelConfig, default_config, tuning_key
-from tunedqk.db import TuningDB
+from tunedqk.db import TuningDB, load_file
 from tunedqk.device import identity_of, interpreting, toolchain
-from tunedqk.errors import MissingConfigError, NoAcceptedConfigError, RejectedConfigError, TuningDeclinedError
+from tunedqk.errors import (
+    MissingConfigError,
+    NoAcceptedConfigError,
+    RejectedConfigError,
+    TuningDBWarning,
+    TuningDeclinedError,
+)
 from tunedqk.records import Entry, Timing
 from tunedqk.resolve import Mode, resolver_for
 from tunedqk.score import qk_score
+from tunedqk.timing import Sample
 
 KEY = tuning_key(1, 16, "float32", 1)
 ODD = KernelConfig(32, 32, num_warps=2)  # tuning never finds it, but here it counts as a candidate
@@ -461,6 +470,46 @@ def test_a_given_config_passes_the_same_door(device, few, monkeypatch):
         with pytest.raises(RejectedConfigError, match="wrong result"):
             call(device, config=few[0])
     assert resolver_of(device).door.validations == 2
+
+
+@pytest.mark.parametrize("time", [pytest.param(math.inf, id="inf"), pytest.param(math.nan, id="nan")])
+def test_times_that_are_none_are_an_error_and_nothing_is_stored(device, few, monkeypatch, time):
+    """Triton's Autotuner lets the first config win."""
+    none = Sample(time, time, time)
+    monkeypatch.setattr(tune.ScreenTimer, "__call__", lambda *_: none)
+    monkeypatch.setattr(tune, "_compare", lambda finalists, work, *_: {c: [none] * len(work.shapes) for c in finalists})
+    with pytest.raises(ValueError, match="finite"):
+        call(device)
+    assert TuningDB(identity_of(target_of(device))).entries() == []
+    assert ready.binaries == {}
+
+
+# --- Files that cannot be used ---
+
+
+def write(path, content):
+    path.parent.mkdir(parents=True)
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        content(path)
+
+
+# That of another GPU is one of test_devices.
+SPOILED = [*(case for case in MALFORMED if case.id != "another-gpu"), pytest.param(make_folder, id="directory")]
+
+
+@pytest.mark.parametrize("content", SPOILED)
+def test_a_spoiled_file_costs_one_warning_and_no_score(device, mode, content):
+    mode("cached")  # tuning makes no difference to the file
+    path = TuningDB(identity_of(target_of(device))).path
+    write(path, content)
+    with pytest.warns(TuningDBWarning, match="set aside as") as caught:
+        call(device)
+    assert len(caught) == 1
+    assert len(list(path.parent.glob("*.bad-1"))) == 1
+    (receipt,) = load_file(path).receipts
+    assert receipt.correct
 
 
 # --- Fresh processes ---

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import builtins
 import io
+import os
+import random
+import sys
 
+import filelock
 import pytest
 import torch
+import triton
+from conftest import ON_GPU
 from reference import assert_scores, make_inputs
 
 from tunedqk import accept, launch, ready, serving, tune
@@ -14,11 +20,12 @@ from tunedqk.accept import Door
 from tunedqk.config import KernelConfig, tuning_key
 from tunedqk.db import TuningDB
 from tunedqk.device import identity_of, interpreting, toolchain
-from tunedqk.errors import MissingConfigError, RejectedConfigError
+from tunedqk.errors import CaptureError, MissingConfigError, RejectedConfigError
 from tunedqk.records import Entry, Receipt, Timing
 from tunedqk.resolve import resolver_for
 from tunedqk.score import qk_score
 from tunedqk.serving import explain, warmup
+from tunedqk.validate import Validator
 
 ONE = KernelConfig(64, 64, num_warps=4)
 KEY = tuning_key(1, 16, "float32", 1)
@@ -80,6 +87,146 @@ def test_after_warmup_a_call_does_nothing_but_launch(device, monkeypatch):
     assert_scores(qk_score(q, k), q, k)
     scores = qk_score(q, k.transpose(1, 2), layout="HND")
     assert_scores(scores, q, k)
+
+
+class Watch:
+    """What the interpreter of Python reports of files, imports, sockets and processes, while somebody watches."""
+
+    def __init__(self):
+        self.events = []
+        self._on = False
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event, arguments):
+        if self._on and event.partition(".")[0] in {"open", "os", "fcntl", "import", "subprocess", "socket", "shutil"}:
+            self.events.append((event, arguments))
+
+    def __enter__(self):
+        self._on = True
+
+    def __exit__(self, *_):
+        self._on = False
+
+
+@pytest.fixture(scope="session")
+def only_watch():
+    """One for all tests, since an audit hook stays."""
+    return Watch()
+
+
+@pytest.fixture
+def watch(only_watch, monkeypatch):
+    only_watch.events = []
+    for name in ("stat", "lstat", "access"):  # which report nothing
+        whole = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, n=name, f=whole, **b: only_watch._hook(f"os.{n}", a) or f(*a, **b))
+    return only_watch
+
+
+class CountedLock:
+    def __init__(self, lock, taken):
+        self._lock = lock
+        self._taken = taken
+
+    def __enter__(self):
+        self._taken.append(self._lock)
+        return self._lock.__enter__()
+
+    def __exit__(self, *error):
+        return self._lock.__exit__(*error)
+
+
+@pytest.fixture
+def taken(device, monkeypatch):
+    """The locks that were taken: of the resolver, its DB, a build, a file. (Not that of the interpreter's launches.)"""
+    taken = []
+    resolver = resolver_for(place(device))
+    monkeypatch.setattr(resolver, "lock", CountedLock(resolver.lock, taken))
+    monkeypatch.setattr(resolver.db, "_guard", CountedLock(resolver.db._guard, taken))
+    for owner, name in ((filelock.BaseFileLock, "acquire"), (launch, "build")):
+        whole = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, f=whole, **b: taken.append(f) or f(*a, **b))
+    return taken
+
+
+@needs_kernels
+def test_warm_calls_open_no_file_and_take_no_lock(device, watch, taken):
+    q, k = inputs(device)
+    out = torch.zeros(1, 1, 40, device=device)
+    with watch:
+        qk_score(q, k)  # cold: what is watched is seen
+    assert {"open", "os.stat", "os.rename"} <= {event for event, _ in watch.events}
+    assert len(taken) > 3
+    watch.events.clear()
+    taken.clear()
+    with watch:
+        for i in range(10_000 if ON_GPU else 300):
+            qk_score(q, k, out=out if i % 2 else None)
+    assert watch.events == []
+    assert taken == []
+    assert_scores(out, q, k)
+
+
+# Shapes that a server declares; `shifted`: what it passes lies at addresses that are no multiples of 16.
+DECLARED = [
+    ({"q_heads": 2, "kv_heads": 2}, {}),
+    ({"q_heads": 4, "kv_heads": 2, "dtype": torch.bfloat16, "out_dtype": torch.float32}, {}),
+    ({"q_heads": 6, "kv_heads": 2, "dtype": torch.bfloat16}, {}),
+    ({"q_heads": 2, "kv_heads": 2, "head_dim": 17}, {}),
+    ({"q_heads": 2, "kv_heads": 2, "dtype": torch.float16, "aligned": False}, {"shifted": True}),
+]
+
+
+def declared_inputs(chance, device, declared, shifted=False):
+    """q and k of a random batch size, length and layout."""
+    batch, seq_len = chance.choice((1, 2, 3, 5, 8) if ON_GPU else (1, 2)), chance.randint(1, declared["max_seq_len"])
+    layout = chance.choice(("NHD", "HND"))
+    q, k = make_inputs(
+        batch,
+        declared["q_heads"],
+        declared["kv_heads"],
+        seq_len,
+        declared["head_dim"],
+        declared["dtype"],
+        device,
+        layout,
+    )
+    if shifted:
+        q, k = (torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape) for x in (q, k))
+    return q, k, layout
+
+
+def allocations():
+    return torch.cuda.memory_stats()["allocation.all.allocated"] if ON_GPU else 0
+
+
+@needs_kernels
+def test_calls_of_declared_shapes_compile_validate_open_and_allocate_nothing(device, monkeypatch, watch):
+    if not ON_GPU:
+        monkeypatch.setenv("TUNEDQK_MODE", "cached")  # tuning ten keys takes the interpreter long
+    cases = [(shape(max_seq_len=4096 if ON_GPU else 600) | changed, how) for changed, how in DECLARED]
+    for declared, _ in cases:
+        warmup(**declared, device=place(device))
+    for owner, name in (
+        (tune, "tune"), (Door, "build"), (Validator, "check"), (Validator, "check_length"), (launch, "build"),
+        (ready, "make_ready"), (TuningDB, "_look"), (filelock.BaseFileLock, "acquire"),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, lambda *_, name=name, **__: pytest.fail(name))
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **_: pytest.fail("compiled"))
+    chance = random.Random(0)  # noqa: S311
+    for i in range(1000 if ON_GPU else 10):
+        declared, how = cases[i % len(cases)]
+        q, k, layout = declared_inputs(chance, device, declared, **how)
+        wanted = {"layout": layout, "out_dtype": declared.get("out_dtype")}
+        before = allocations()
+        with watch:
+            scores = qk_score(q, k, **wanted)
+        between = allocations()
+        with watch:
+            qk_score(q, k, out=scores, **wanted)
+        assert (between - before, allocations() - between) == ((1, 0) if ON_GPU else (0, 0))
+        assert_scores(scores, q, k, layout=layout)
+    assert watch.events == []
 
 
 @needs_kernels
@@ -263,16 +410,75 @@ def test_explain_refuses_what_qk_score_refuses(device):
         explain(q, k[:, :16], out=q)
 
 
+# --- In a CUDA graph ---
+
+
+def captured(q, k, out):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        q.mul_(1)  # torch warns of an empty graph
+        qk_score(q, k, out=out)
+    return graph
+
+
+def assert_replays(graph, q, k, out):
+    """With other inputs each time."""
+    for _ in range(3):
+        q.copy_(torch.randn(q.shape))
+        k.copy_(torch.randn(k.shape))
+        out.fill_(torch.nan)
+        graph.replay()
+        assert_scores(out, q, k)
+
+
 @pytest.mark.gpu
-def test_a_cold_capture_after_warmup_replays_right(device):
+def test_a_capture_after_warmup_replays_right(device):
     warmup(**shape(max_seq_len=512))
     q, k = inputs(device)
     out = torch.zeros(1, 1, 40, device=device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        qk_score(q, k, out=out)
-    graph.replay()
+    assert_replays(captured(q, k, out), q, k, out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["tune", "cached"])
+def test_a_cold_capture_is_refused_and_the_same_succeeds_after_a_plain_call(device, monkeypatch, mode):
+    monkeypatch.setenv("TUNEDQK_MODE", mode)
+    q, k = inputs(device)
+    out = torch.full((1, 1, 40), torch.nan, device=device)
+    for _ in range(2):
+        with pytest.raises(CaptureError, match="head_dim 16"):
+            captured(q, k, out)
+    assert out.isnan().all()
+    assert ready.binaries == {}
+    assert not torch.cuda.is_current_stream_capturing()
+    qk_score(q, k, out=out)
     assert_scores(out, q, k)
+    assert resolver_for(place(device)).tunings == (mode == "tune")
+    assert_replays(captured(q, k, out), q, k, out)
+
+
+@pytest.mark.gpu
+def test_a_capture_of_another_bucket_launches_what_has_a_receipt(device, monkeypatch):
+    warmup(**shape(max_seq_len=512))
+    resolver = resolver_for(place(device))
+    before = (resolver.tunings, resolver.door.validations)
+    launched, launch_ = [], launch.CompiledBinary.launch
+
+    def spy(self, *arguments):
+        launched.append(self.hash)
+        launch_(self, *arguments)
+
+    monkeypatch.setattr(launch.CompiledBinary, "launch", spy)
+    q, k = inputs(device, 3000)
+    out = torch.zeros(1, 1, 3000, device=device)
+    graph = captured(q, k, out)
+    (name,) = launched
+    assert TuningDB(identity_of(place(device))).receipt(name).correct
+    assert (resolver.tunings, resolver.door.validations) == before
+    assert [slot.bucket for slot in ready.binaries] == [512]
+    assert_replays(graph, q, k, out)
+    qk_score(q, k)  # which is no capture, gets what is best for it
+    assert sorted(slot.bucket for slot in ready.binaries) == [512, 4096]
 
 
 def test_serving_is_public():
