@@ -11,6 +11,7 @@ import pwd
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -192,6 +193,29 @@ def warm_round(device, environment, seq_lens):
         return lambda: answer(device, seq_len) | {"bound": len(ready.binaries)}
 
     return {"inherited": inherited, **fork([work(seq_len) for seq_len in seq_lens])}
+
+
+def fork_while_tuning(device, environment, seq_len):
+    """Another thread tunes while processes are forked; it is let go on when they are done."""
+    change_environment(environment)
+    call(device)
+    reached, go_on = threading.Event(), threading.Event()
+    timed = tune.ScreenTimer.__call__
+
+    def stopped(*arguments):
+        if threading.current_thread() is thread:
+            reached.set()
+            go_on.wait(PATIENCE)
+        return timed(*arguments)
+
+    tune.ScreenTimer.__call__ = stopped
+    thread = threading.Thread(target=call, args=(device, 600))
+    thread.start()
+    assert reached.wait(PATIENCE)
+    threading.Timer(2.0, go_on.set).start()
+    done = fork([lambda: answer(device, seq_len)])
+    thread.join()
+    return done
 
 
 def _resident():

@@ -101,8 +101,14 @@ def test_forks_of_a_process_that_has_called_repeat_it_and_tune_another_key_once(
     assert done["inherited"] == 1
     answers = done["answers"]
     assert sorted(answer["bound"] for answer in answers) == [1, 1, 2, 2, 2, 2]
-    assert sum(answer["tunings"] - 1 for answer in answers) == sum(answer["said"] for answer in answers) == 1
+    assert sum(answer["tunings"] for answer in answers) == sum(answer["said"] for answer in answers) == 1
     assert_whole(device, tmp_path / "cache", keys=2)
+
+
+@pytest.mark.parametrize("seq_len", [pytest.param(40, id="warm"), pytest.param(1500, id="cold")])
+def test_a_fork_while_another_thread_tunes_does_not_hang(called, tmp_path, seq_len):
+    done = called.ask("fork_while_tuning", environment=environment(tmp_path), seq_len=seq_len)
+    assert done["exits"] == [0]
 
 
 # --- Killed ---

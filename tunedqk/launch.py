@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import os
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +21,7 @@ from tunedqk.device import interpreting
 from tunedqk.kernels.vectorized import qk_score_kernel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from triton.backends.compiler import GPUTarget
     from triton.compiler import CompiledKernel
@@ -211,6 +213,8 @@ def _launcher(kernel: CompiledKernel) -> tuple[Callable[..., None], tuple[object
 
 INTERPRETER_LOCK = threading.RLock()
 """Held while the interpreter runs a kernel: it keeps the program's id in one place for all threads."""
+if hasattr(os, "register_at_fork"):  # a thread that holds it at a fork is not there in the child to let it go
+    os.register_at_fork(after_in_child=INTERPRETER_LOCK._at_fork_reinit)  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 class InterpretedBinary(Binary):
@@ -243,7 +247,7 @@ def source_hash() -> str:
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
 
 
-_compiled: dict[tuple[int, Variant, KernelConfig], CompiledBinary] = {}
+_compiled: dict[tuple[int, Variant, KernelConfig], CompiledBinary] = {}  # but for what was forgotten
 _compiling: dict[tuple[int, Variant, KernelConfig], threading.Lock] = {}
 
 
@@ -254,6 +258,20 @@ def _index(device: torch.device) -> int:
 def is_built(device: torch.device, variant: Variant, config: KernelConfig) -> bool:
     """Whether `build` has its result at hand."""
     return (_index(device), variant, config) in _compiled
+
+
+def forget(device: torch.device, but: Collection[Variant] = ()) -> None:
+    """Let go of a device's binaries that nobody is to launch, which hold up to a megabyte each, but for some variants.
+
+    One that is asked for again comes from Triton's cache on disk.
+    """
+    if interpreting():
+        return
+    index = _index(device)
+    for wanted in [wanted for wanted in _compiled if wanted[0] == index and wanted[1] not in but]:
+        del _compiled[wanted]
+    with contextlib.suppress(AttributeError):
+        qk_score_kernel.device_caches.clear()  # where Triton, too, keeps all that was ever compiled
 
 
 def target_of(device: torch.device) -> GPUTarget:

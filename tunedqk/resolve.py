@@ -16,7 +16,7 @@ from tunedqk.config import KernelConfig, TuningKey, default_config
 from tunedqk.db import TuningDB
 from tunedqk.device import identity_of, interpreting
 from tunedqk.errors import MissingConfigError, NoAcceptedConfigError, RejectedConfigError, TuningDeclinedError
-from tunedqk.launch import INTERPRETER_LOCK
+from tunedqk.launch import INTERPRETER_LOCK, forget
 from tunedqk.tune import is_candidate, tune
 
 if TYPE_CHECKING:
@@ -127,6 +127,8 @@ class Resolver:
             except (TuningDeclinedError, torch.OutOfMemoryError) as error:
                 logger.warning("tunedqk: %s is not tuned: %s", key, error)
                 return None
+            finally:
+                forget(self.device)
             self.tunings += 1
             self.db.record(entries=[entry])
         return self.door.accept(variant, entry.config, key.seq_len)
@@ -163,3 +165,7 @@ class Resolver:
 def resolver_for(device: torch.device) -> Resolver:
     """The process's resolver for a device (with an index, unless it is the CPU under the interpreter)."""
     return Resolver(device)
+
+
+if hasattr(os, "register_at_fork"):  # a thread that holds a lock at a fork is not there in the child to let it go
+    os.register_at_fork(after_in_child=resolver_for.cache_clear)

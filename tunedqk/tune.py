@@ -20,7 +20,7 @@ from tunedqk.config import KernelConfig, TuningKey, fits_shared_memory, search_s
 from tunedqk.device import interpreting, toolchain
 from tunedqk.errors import NoAcceptedConfigError, RejectedConfigError
 from tunedqk.kernels.vectorized import qk_score_kernel
-from tunedqk.launch import TORCH_DTYPES, Binary, Variant, geometry, shape_constexprs, triton_config
+from tunedqk.launch import TORCH_DTYPES, Binary, Variant, forget, geometry, shape_constexprs, triton_config
 from tunedqk.records import Entry, Shape, Timing
 from tunedqk.timing import Sample, ScreenTimer, interleave
 from tunedqk.workload import TimedShape, Workload
@@ -89,6 +89,7 @@ def _search(
     floor_us: Callable[[TimedShape], float] | None,
 ) -> Entry:
     variant = tuned_variant(key)
+    forget(door.device, but=(variant, float32_twin(variant)))  # the next length of a shape has the same binaries
     # Compiling takes longest: it runs while tensors are made, and while what is ready is validated.
     with contextlib.closing(Builder(door, [(variant, config) for config in configs])) as builder:
         builds = {config: builder.submit(variant, config) for config in configs}
