@@ -478,7 +478,7 @@ def test_times_that_are_none_are_an_error_and_nothing_is_stored(device, few, mon
     none = Sample(time, time, time)
     monkeypatch.setattr(tune.ScreenTimer, "__call__", lambda *_: none)
     monkeypatch.setattr(tune, "_compare", lambda finalists, work, *_: {c: [none] * len(work.shapes) for c in finalists})
-    with pytest.raises(ValueError, match="finite"):
+    with pytest.raises(NoAcceptedConfigError, match="finite"):
         call(device)
     assert TuningDB(identity_of(target_of(device))).entries() == []
     assert ready.binaries == {}

@@ -405,7 +405,7 @@ def samples_of(**medians):
 
 def winner_of(samples, incumbent=None, door=None):
     shapes = [SHAPE] * len(next(iter(samples.values())))
-    timings = tune._timings(samples, shapes, None)
+    timings = tune._timings(KEY, samples, shapes, None)
     twins = dict.fromkeys(timings, Future())
     next(iter(twins.values())).set_result(None)
     return tune._first_that_holds(KEY, door or StubDoor(), timings, twins, tune.Counter(), incumbent)
@@ -467,7 +467,7 @@ def test_an_incumbent_stays_through_a_whole_tuning(make_door, few, monkeypatch):
 
 
 def test_timings_are_of_the_largest_shape_with_their_slowdown():
-    timings = tune._timings(samples_of(a=[10.0, 130.0], b=[20.0, 100.0]), [SHAPE, SHAPE], None)
+    timings = tune._timings(KEY, samples_of(a=[10.0, 130.0], b=[20.0, 100.0]), [SHAPE, SHAPE], None)
     assert (timings[A].median_us, timings[A].p20_us, timings[A].p80_us) == (130.0, 117.0, 143.0)
     assert (timings[A].worst_slowdown, timings[B].worst_slowdown) == (1.3, 2.0)
     assert timings[A].bytes == SHAPE.bytes == 4 * (4 + 64 + 4)
@@ -481,17 +481,22 @@ def test_the_share_of_the_floor_is_none_without_a_floor():
         asked.append(shape)
         return 8.0
 
-    assert tune._timings(samples_of(a=[10.0, 100.0]), [SHAPE, SHAPE], None)[A].floor_share is None
+    assert tune._timings(KEY, samples_of(a=[10.0, 100.0]), [SHAPE, SHAPE], None)[A].floor_share is None
     largest = SHAPE._replace(batch=8)
-    assert tune._timings(samples_of(a=[10.0, 100.0]), [SHAPE, largest], floor_us)[A].floor_share == 0.08
+    assert tune._timings(KEY, samples_of(a=[10.0, 100.0]), [SHAPE, largest], floor_us)[A].floor_share == 0.08
     assert asked == [largest]
 
 
 @pytest.mark.parametrize("time", [pytest.param(math.inf, id="inf"), pytest.param(math.nan, id="nan")])
 def test_times_that_are_none_are_an_error_not_a_winner(time):
     # Triton's Autotuner lets the first config win.
-    with pytest.raises(ValueError, match="finite"):
+    with pytest.raises(NoAcceptedConfigError, match="finite"):
         winner_of(samples_of(a=[time], b=[time]))
+
+
+def test_who_has_no_time_loses():
+    assert winner_of(samples_of(a=[10.0, math.inf], b=[30.0, 40.0])) == B
+    assert winner_of(samples_of(a=[math.nan, 10.0], b=[30.0, 40.0], c=[31.0, 41.0])) == B
 
 
 def test_an_entry_has_the_share_of_the_floor(make_door, few):

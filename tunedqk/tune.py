@@ -8,6 +8,8 @@ comparing in turns and over several batch sizes, follows from our own records.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +101,7 @@ def _search(
         finalists = screening.fastest(incumbent)
         twins = {config: builder.submit(float32_twin(variant), config) for config in finalists}
         samples = _screened(screening, finalists) if interpreting() else _compare(finalists, workload, door)
-        timings = _timings(samples, workload.shapes, floor_us)
+        timings = _timings(key, samples, workload.shapes, floor_us)
         winner = _first_that_holds(key, door, timings, twins, screening.rejected, incumbent)
     return Entry(key, winner, timings[winner], dict(screening.rejected), toolchain(), now())
 
@@ -198,9 +200,17 @@ def _screened(screening: _Screening, finalists: Iterable[KernelConfig]) -> _Samp
 
 
 def _timings(
-    samples: _Samples, shapes: list[TimedShape], floor_us: Callable[[TimedShape], float] | None
+    key: TuningKey, samples: _Samples, shapes: list[TimedShape], floor_us: Callable[[TimedShape], float] | None
 ) -> dict[KernelConfig, Timing]:
-    """Each config's record: the times of the largest shape, and the worst slowdown over all of them."""
+    """Each config's record: the times of the largest shape, and the worst slowdown over all of them.
+
+    A time that is no number is none. If nobody has one it is an error: triton.autotune would let the first config win.
+    """
+    samples = {config: times for config, times in samples.items() if all(map(math.isfinite, itertools.chain(*times)))}
+    if not samples:
+        raise NoAcceptedConfigError(
+            "no time that was measured is a finite number, so nothing can win: is the GPU well?"
+        )
     bests = [min(sample.median for sample in of_shape) for of_shape in zip(*samples.values(), strict=True)]
     floor = floor_us(shapes[-1]) if floor_us else None
     timings = {}
