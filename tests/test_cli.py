@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import subprocess
 import sys
@@ -263,3 +264,29 @@ def test_verify_validates_though_there_are_receipts(run, monkeypatch, tmp_path):
     assert status == 1
     assert "0 of 2 winners are correct" in text
     assert "wrong result" in text
+
+
+def test_what_was_pretuned_is_found_by_a_process_that_never_tunes(run, device, cache_dir):
+    run("pretune", *ONE_SHAPE, "--seq-lens", "512")
+    code = f"""
+import warnings, logging, torch
+warnings.simplefilter("error")
+logging.basicConfig(level=logging.WARNING, format="said %(message)s")
+from tunedqk import explain, qk_score, tune
+from tunedqk.config import KernelConfig
+tune.candidates = lambda *_: [KernelConfig(c, c, num_warps=4) for c in (64, 128)]
+q, k = torch.randn(1, 1, 16, device={device!r}), torch.randn(1, 300, 1, 16, device={device!r})
+qk_score(q, k)
+about = explain(q, k)
+print(about.origin, about.action, about.receipt.verdict, about.ready)
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"TUNEDQK_MODE": "cached"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines()[-1] == "the stored winner launch correct True"
+    assert "said" not in process.stderr

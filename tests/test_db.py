@@ -686,6 +686,50 @@ def test_the_umask_is_respected(tmp_path, umask):
         assert stat.S_IMODE(path.stat().st_mode) & umask == 0, path
 
 
+# What others may have planted
+
+
+def as_if_owned(monkeypatch, path, owner, folder_owner, user):
+    """As if this user read a file of that owner in a folder of that one."""
+    stat_of = Path.stat
+
+    def fake(self, **named):
+        found = stat_of(self, **named)
+        uid = {path: owner, path.parent: folder_owner}.get(self)
+        return found if uid is None else os.stat_result((*found[:4], uid, *found[5:10]))
+
+    monkeypatch.setattr(Path, "stat", fake)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no user ids here")
+@pytest.mark.parametrize(
+    ("owner", "folder_owner", "believed"),
+    [
+        pytest.param(1001, 1002, True, id="own file in a shared folder"),
+        pytest.param(0, 1002, True, id="root's"),
+        pytest.param(1002, 1002, True, id="of the folder's owner"),
+        pytest.param(1003, 1002, False, id="of somebody else"),
+        pytest.param(1003, 1001, False, id="of somebody else in our folder"),
+        pytest.param(1003, 0, False, id="of somebody else in root's folder"),
+    ],
+)
+@pytest.mark.parametrize("where", ["user", "others"])
+def test_a_planted_receipt_does_not_count(tmp_path, monkeypatch, owner, folder_owner, believed, where):
+    entry, receipt = make_entry(), make_receipt()
+    path = make_db(tmp_path / "shared").path
+    assert make_db(tmp_path / "shared").record([entry], [receipt])
+    as_if_owned(monkeypatch, path, owner, folder_owner, user=1001)
+    used = make_db(tmp_path / "shared") if where == "user" else make_db(tmp_path / "own", path.parent)
+    with contextlib.nullcontext() if believed else one_warning("its receipts do not count"):
+        assert used.winner(entry.key).entry == entry  # which is validated
+        assert used.receipt(receipt.binary) == (receipt if believed else None)
+        # Nor does it begin to count when it is saved under our name.
+        assert used.record(receipts=[make_receipt(binary="aaaa")])
+    monkeypatch.undo()
+    assert (make_db(tmp_path / "shared").receipt(receipt.binary) is not None) == (believed or where == "others")
+
+
 # Locks
 
 

@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -232,6 +233,17 @@ def test_a_users_process_that_crashes_says_so_and_the_next_does_not_try_again(ca
     assert f"config ({GUILTY}) for head_dim 16" in why
     assert "illegal memory access" in why
     assert "This process can use the GPU no more" in why
+
+
+@pytest.mark.gpu
+def test_the_worker_sees_the_gpu_that_was_chosen_by_its_uuid(cache_dir):
+    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    command = [sys.executable, "-m", "tunedqk.cli", *ONE_SHAPE]
+    process = subprocess.run(
+        command, env=os.environ | {"CUDA_VISIBLE_DEVICES": f"GPU-{uuid}"}, capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 0, process.stderr
+    assert TuningDB(identity_of(pretune.current_device()), None, []).winner(KEY) is not None
 
 
 def test_it_is_not_tried_again(pretuned, caplog):

@@ -115,6 +115,17 @@ def _write_file(path: Path, file: GpuFile) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def _is_planted(path: Path) -> bool:
+    """Whether a file is somebody's who is neither this user, nor root, nor the owner of its folder."""
+    if not hasattr(os, "geteuid"):
+        return False
+    try:
+        owner, *trusted = path.stat().st_uid, os.geteuid(), 0, path.parent.stat().st_uid
+    except OSError:  # gone meanwhile
+        return True
+    return owner not in trusted
+
+
 class TuningDB:
     """Winners and receipts of one GPU model, from the user's file, the other files and memory. Threads may share it.
 
@@ -220,7 +231,7 @@ class TuningDB:
     def _own_file(self) -> GpuFile:
         """The user's file; a spoiled one is set aside. The caller holds its lock: else a good one might be."""
         try:
-            return read_file(self.path, self._gpu) or GpuFile(gpu=self._gpu)
+            return self._read_file(self.path)
         except BadFileError as error:
             if not error.spoiled:
                 raise
@@ -248,7 +259,7 @@ class TuningDB:
 
     def _read_or_warn(self, path: Path) -> GpuFile:
         try:
-            return read_file(path, self._gpu) or GpuFile(gpu=self._gpu)
+            return self._read_file(path)
         except BadFileError as error:
             if path is self.path and error.spoiled:
                 # Whoever holds the lock is a writer, and sets the file aside in our place.
@@ -256,6 +267,14 @@ class TuningDB:
                     return self._own_file()
             self._leave_alone(error)
             return GpuFile(gpu=self._gpu)
+
+    def _read_file(self, path: Path) -> GpuFile:
+        """A file's content; without its receipts if it was planted, so that whatever it names is validated."""
+        file = read_file(path, self._gpu) or GpuFile(gpu=self._gpu)
+        if file.receipts and _is_planted(path):
+            self._warn(f"{path}: its owner is neither you nor the owner of its folder; its receipts do not count")
+            file = msgspec.structs.replace(file, receipts=[])
+        return file
 
     def _leave_alone(self, error: BadFileError) -> None:
         self._warn(f"{error}; left alone and read as empty")

@@ -208,9 +208,7 @@ def _timings(
     """
     samples = {config: times for config, times in samples.items() if all(map(math.isfinite, itertools.chain(*times)))}
     if not samples:
-        raise NoAcceptedConfigError(
-            "no time that was measured is a finite number, so nothing can win: is the GPU well?"
-        )
+        raise NoAcceptedConfigError(f"{key}: no time that was measured is finite, so nothing wins: is the GPU well?")
     bests = [min(sample.median for sample in of_shape) for of_shape in zip(*samples.values(), strict=True)]
     floor = floor_us(shapes[-1]) if floor_us else None
     timings = {}
