@@ -18,7 +18,7 @@ from tunedqk import accept, cli, config, isolation, pretune, tune
 from tunedqk.config import KernelConfig
 from tunedqk.db import TuningDB
 from tunedqk.device import identity_of
-from tunedqk.errors import NoAcceptedConfigError
+from tunedqk.errors import NoAcceptedConfigError, TuningDBWarning
 from tunedqk.validate import Validator
 
 ONE_SHAPE = ("--head-dims", "16", "--dtypes", "float32", "--rows", "1")
@@ -290,3 +290,28 @@ print(about.origin, about.action, about.receipt.verdict, about.ready)
     assert process.returncode == 0, process.stderr
     assert process.stdout.splitlines()[-1] == "the stored winner launch correct True"
     assert "said" not in process.stderr
+
+
+def test_results_that_cannot_be_saved_are_told(run, capsys, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TUNEDQK_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.warns(TuningDBWarning, match="cannot be written"):
+        status = cli.main(list(TWO_KEYS))
+    assert status == 1
+    assert "2 results could not be saved in" in capsys.readouterr().err
+
+
+def test_nothing_to_verify_is_an_error(capsys, tmp_path):
+    assert cli.main(["verify", "--out", str(tmp_path / "mistyped")]) == 1
+    assert "nothing was verified" in capsys.readouterr().err
+    assert not (tmp_path / "mistyped").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", ["pretune", "verify"])
+def test_neither_gpu_nor_interpreter_is_told(capsys, monkeypatch, command):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([command])
+    assert stopped.value.code == 2
+    assert "no GPU here, and TRITON_INTERPRET is set" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ import triton
 from reference import assert_scores, make_inputs, poisoned
 from test_db import MALFORMED, make_folder
 
-from tunedqk import accept, launch, ready, resolve, tune
+from tunedqk import accept, cli, launch, ready, resolve, tune
 from tunedqk.config import KernelConfig, default_config, tuning_key
 from tunedqk.db import TuningDB, load_file
 from tunedqk.device import identity_of, interpreting, toolchain
@@ -372,6 +373,20 @@ def test_a_winner_that_does_not_fit_this_gpu_is_a_miss(device, mode, monkeypatch
     monkeypatch.setattr(tune, "fits_shared_memory", lambda config, *_: config != large)
     with pytest.raises(MissingConfigError):
         call(device, dtype=torch.bfloat16, group=16)
+
+
+def test_strict_finds_what_was_pretuned_since_it_looked(device, mode):
+    mode("strict")
+    with pytest.raises(MissingConfigError, match=re.escape(KEY.command)):
+        call(device)
+    store(device, ODD)
+    call(device)
+    assert ready_configs() == [ODD]
+
+
+def test_the_command_of_a_key_tunes_that_key():
+    options = cli._parser().parse_args(KEY.command.split()[1:])
+    assert cli._keys(options) == [KEY]
 
 
 def test_strict_can_be_cured_in_the_same_process(device, mode, few):

@@ -109,11 +109,16 @@ def _device_ready(console: Console) -> None:
     """Choose GPU or interpreter, which Triton reads when it is first imported."""
     import torch
 
+    from tunedqk.device import interpreting
+
     if os.environ.get("TRITON_INTERPRET") is None and not torch.cuda.is_available():
         console.print(
             "No GPU here: running the pipeline under Triton's interpreter. Its times say nothing about a GPU."
         )
         os.environ["TRITON_INTERPRET"] = "1"
+    elif not torch.cuda.is_available() and not interpreting():
+        print("tunedqk: there is no GPU here, and TRITON_INTERPRET is set, but not to 1: unset it", file=sys.stderr)
+        sys.exit(2)
 
 
 def _keys(options: argparse.Namespace) -> list[TuningKey]:
@@ -155,7 +160,10 @@ def _pretune(options: argparse.Namespace) -> int:
     if tuned:
         console.print(entries_table(tuned, f"tuned on {resolver.gpu.name}"))
     console.print(summary(outcomes), soft_wrap=True)
-    return 1 if any(outcome.entry is None for outcome in outcomes) else 0
+    unsaved = sum(not outcome.saved for outcome in outcomes)
+    if unsaved:
+        print(f"tunedqk pretune: {unsaved} results could not be saved in {resolver.db.path}", file=sys.stderr)
+    return 1 if unsaved or any(outcome.entry is None for outcome in outcomes) else 0
 
 
 def _run_with_progress(console: Console, pretuner: Pretuner, keys: list[TuningKey]) -> list[Outcome]:
@@ -180,7 +188,7 @@ def _run_with_progress(console: Console, pretuner: Pretuner, keys: list[TuningKe
 
 def _show(options: argparse.Namespace) -> int:
     from tunedqk.db import load_file, search_directories, user_directory
-    from tunedqk.report import entries_table
+    from tunedqk.report import LEGEND, entries_table
 
     console = _console()
     status = 0
@@ -198,6 +206,8 @@ def _show(options: argparse.Namespace) -> int:
         correct = sum(receipt.correct for receipt in content.receipts)
         count = f"{len(content.entries)} winners, {correct} binaries proven, {len(content.receipts) - correct} rejected"
         console.print(entries_table(content.entries, f"{content.gpu.name} ({content.gpu.arch}): {count}\n{path}"))
+    if files:
+        console.print(LEGEND)
     return status
 
 
@@ -213,6 +223,9 @@ def _verify(options: argparse.Namespace) -> int:
         if error is not None:
             failed += 1
             console.print(f"{entry.key}: {error}", soft_wrap=True)
+    if not total:
+        print(f"tunedqk verify: no winners in {resolver.db.path}, so nothing was verified", file=sys.stderr)
+        return 1
     console.print(
         f"{resolver.gpu.name}: {total - failed} of {total} winners are correct, "
         f"{resolver.door.validations} binaries validated again."

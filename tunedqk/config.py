@@ -89,6 +89,14 @@ class TuningKey(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=T
     def __str__(self) -> str:
         return f"head_dim {self.head_dim}, {self.dtype}, rows {self.rows}, seq_len {self.seq_len}"
 
+    @property
+    def command(self) -> str:
+        """What to type to tune it ahead of time."""
+        return (
+            f"tunedqk pretune --head-dims {self.head_dim} --dtypes {self.dtype} --rows {self.rows} "
+            f"--seq-lens {self.seq_len}"
+        )
+
 
 def bucket(seq_len: int) -> int:
     """The length that stands for `seq_len` in a key: a growing cache gets a new one each time it has doubled."""

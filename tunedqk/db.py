@@ -13,6 +13,7 @@ import itertools
 import os
 import re
 import stat
+import sys
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -113,6 +114,14 @@ def _write_file(path: Path, file: GpuFile) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _levels_to_caller() -> int:
+    """The `stacklevel` for which a warning names the line that called this package."""
+    frame, level = sys._getframe(1), 1  # noqa: SLF001  as warnings itself does
+    while frame.f_back is not None and Path(frame.f_code.co_filename).parent == Path(__file__).parent:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _is_planted(path: Path) -> bool:
@@ -283,4 +292,4 @@ class TuningDB:
         """Warn once about a topic, which is the message itself unless named."""
         if (topic or message) not in self._warned:
             self._warned.add(topic or message)
-            warnings.warn(message, TuningDBWarning, stacklevel=2)
+            warnings.warn(message, TuningDBWarning, stacklevel=_levels_to_caller())

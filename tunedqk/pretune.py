@@ -27,13 +27,17 @@ if TYPE_CHECKING:
 
 
 class Outcome(NamedTuple):
-    """What became of one key. entry: its winner, if it has one; tuned: now, not before; error: why it has none."""
+    """What became of one key.
+
+    entry: its winner, if it has one; tuned: now, not before; error: why it has none; saved: whether it is on disk.
+    """
 
     key: TuningKey
     entry: Entry | None
     tuned: bool
     seconds: float
     error: str = ""
+    saved: bool = True
 
 
 def current_device() -> torch.device:
@@ -92,10 +96,10 @@ class Pretuner:
                 incumbent = found.entry.config if found is not None else None
                 floor_us = None if interpreting() else self._floor_us
                 entry = tune(key, self.resolver.door, incumbent=incumbent, floor_us=floor_us)
-                db.record(entries=[entry])
+                saved = db.record(entries=[entry])
         except (NoAcceptedConfigError, TuningDeclinedError, torch.OutOfMemoryError) as error:
             return Outcome(key, None, tuned=False, seconds=time.perf_counter() - start, error=str(error))
-        return Outcome(key, entry, tuned=True, seconds=time.perf_counter() - start)
+        return Outcome(key, entry, tuned=True, seconds=time.perf_counter() - start, saved=saved)
 
     def probe(self, key: TuningKey, config: KernelConfig) -> None:
         """Do with one candidate what tuning does with it, for nothing but to see whether the process survives that."""

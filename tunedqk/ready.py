@@ -36,5 +36,6 @@ def _ready_for_capture(slot: Slot, seq_len: int) -> Binary:
             return binary
     raise CaptureError(
         f"{slot.variant.key(seq_len)} ({slot.variant}): no accepted binary is ready, and a CUDA graph is being "
-        "captured. Make one such call, or call tunedqk.warmup, before the capture; `tunedqk pretune` makes that short."
+        "captured. Make one such call, or call tunedqk.warmup, before the capture; "
+        f"`{slot.variant.key(seq_len).command}` makes that short."
     )

@@ -14,19 +14,27 @@ if TYPE_CHECKING:
     from tunedqk.records import Entry
 
 
+LEGEND = (
+    "config: chunk CHUNK_SIZE, or CHUNK_SIZE/TILE_SIZE x num_stages where a program loops; warps; cache hints. "
+    "The time is for `batch` requests with that many KV heads each. "
+    "The floor is itself measured, so that a kernel can beat it."
+)
+
+
 def entries_table(entries: Iterable[Entry], title: str) -> Table:
     """One line per winner: key, config, median of the largest shape, share of the memory floor, rejected candidates."""
     table = Table(title=title, title_justify="left")
     for column in ("head_dim", "dtype", "rows", "seq_len"):
         table.add_column(column, justify="right")
     table.add_column("config")
-    for column in ("median us", "of floor", "rejected"):
+    for column in ("batch x KV heads", "median us", "of floor", "rejected"):
         table.add_column(column, justify="right")
     for entry in entries:
         key, timing = entry.key, entry.timing
+        shape = f"{timing.shapes[-1].batch} x {timing.shapes[-1].kv_heads}" if timing.shapes else "-"
         table.add_row(
             str(key.head_dim), key.dtype, str(key.rows), str(key.seq_len), str(entry.config),
-            f"{timing.median_us:.1f}", share(timing.floor_share), verdicts(entry.rejected) or "-",
+            shape, f"{timing.median_us:.1f}", share(timing.floor_share), verdicts(entry.rejected) or "-",
         )  # fmt: skip
     return table
 

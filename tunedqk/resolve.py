@@ -66,12 +66,15 @@ class Resolver:
             if config is not None:
                 return self._given(variant, config, key)
             stored = self._stored(key, variant)
+            if stored is None and mode() is Mode.STRICT:
+                self.db.reload()  # for somebody who has just pretuned
+                stored = self._stored(key, variant)
             if stored is not None:
                 return stored
             if mode() is Mode.STRICT:
                 raise MissingConfigError(
-                    f"no accepted winner is stored for {key} in {self.db.path}, and TUNEDQK_MODE is strict: "
-                    "run `tunedqk pretune` for it, or allow TUNEDQK_MODE=tune"
+                    f"no accepted winner is stored for {key}, in {self.db.path} or a file that is only read, and "
+                    f"TUNEDQK_MODE is strict: run `{key.command}`, or allow TUNEDQK_MODE=tune"
                 )
             if mode() is Mode.TUNE:
                 tuned = self._tuned(key, variant)
@@ -119,8 +122,8 @@ class Resolver:
                 return stored
             logger.warning(
                 "tunedqk: no winner is stored for %s on %s: tuning now, once. "
-                "`tunedqk pretune` does this ahead of time; TUNEDQK_MODE=cached never does it.",
-                key, self.gpu.name,
+                "`%s` does this ahead of time; TUNEDQK_MODE=cached never does it.",
+                key, self.gpu.name, key.command,
             )  # fmt: skip
             try:
                 entry = tune(key, self.door)
@@ -145,12 +148,12 @@ class Resolver:
             if key not in self._warned:  # once for all variants of calls with this key
                 self._warned.add(key)
                 logger.warning(
-                    "tunedqk: no winner is stored for %s on %s: using %s (%s). `tunedqk pretune` finds the best.",
-                    key, self.gpu.name, origin, config,
+                    "tunedqk: no winner is stored for %s on %s: using %s (%s). `%s` finds the best.",
+                    key, self.gpu.name, origin, config, key.command,
                 )  # fmt: skip
             return binary
         raise NoAcceptedConfigError(
-            f"{key}: no config that is at hand agreed with the loop kernel. `tunedqk pretune` tries all candidates"
+            f"{key}: no config that is at hand agreed with the loop kernel. `{key.command}` tries all candidates"
         ) from rejection
 
     def guesses(self, key: TuningKey) -> Iterator[tuple[str, KernelConfig]]:

@@ -120,6 +120,7 @@ def warmup(
 
     What is missing is tuned, or replaced, or an error, as TUNEDQK_MODE says. Raises what `qk_score` raises.
     """
+    mode()  # an unknown one is an error now, and not in the first request that misses
     _check_sizes(head_dim=head_dim, q_heads=q_heads, kv_heads=kv_heads, max_seq_len=max_seq_len)
     if aligned is not None and not isinstance(aligned, bool):
         raise TypeError(f"aligned: expected a bool or None, got {type(aligned).__name__}")

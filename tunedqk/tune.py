@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 FINALISTS = 6
 ROUNDS = 5
 _NONE_IS_RIGHT = (
-    "{}: no {} agreed with the loop kernel ({}). No winner is stored; the verdicts are in the file that `tunedqk show` "
-    "names. Report them, and try another release of Triton"
+    "{}: no {} agreed with the loop kernel ({}; the first: {}). No winner is stored. Report this, and try another "
+    "release of Triton"
 )
 TIE = 1.005  # within this of the best, the incumbent stays
 
@@ -160,6 +160,7 @@ class _Screening:
         """The door: validate each candidate as soon as it is compiled."""
         # Made while the first candidates are being compiled.
         self.door.prepare(self.variant, self.key.seq_len, capacity=max(config.CHUNK_SIZE for config in self.builds))
+        first = ""
         for config, build in self.builds.items():
             binary, compiled = build.result()
             verdict = compiled if binary is None else self.door.screen(binary, self.key.seq_len)
@@ -167,8 +168,9 @@ class _Screening:
                 self.accepted[config] = binary
             else:
                 self.rejected[verdict.verdict] += 1
+                first = first or f"config ({config}): {verdict.what}"
         if not self.accepted:
-            raise NoAcceptedConfigError(_NONE_IS_RIGHT.format(self.key, "candidate", dict(self.rejected)))
+            raise NoAcceptedConfigError(_NONE_IS_RIGHT.format(self.key, "candidate", dict(self.rejected), first))
 
     def fastest(self, incumbent: KernelConfig | None) -> dict[KernelConfig, Binary]:
         """The finalists: the fastest of the screening, and the incumbent. A config that was not timed goes first."""
@@ -243,12 +245,14 @@ def _first_that_holds(
     if incumbent in timings and timings[incumbent].worst_slowdown <= timings[order[0]].worst_slowdown * TIE:
         order.remove(incumbent)
         order.insert(0, incumbent)
+    first = ""
     for config in order:
         twins[config].result()  # the door would not know that it is being compiled, and compile it here
         try:
             door.accept(tuned_variant(key), config, key.seq_len)
         except RejectedConfigError as error:
             rejected[error.verdict] += 1
+            first = first or str(error)
         else:
             return config
-    raise NoAcceptedConfigError(_NONE_IS_RIGHT.format(key, "finalist with float32 output", dict(rejected)))
+    raise NoAcceptedConfigError(_NONE_IS_RIGHT.format(key, "finalist with float32 output", dict(rejected), first))
