@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
 import triton
 
 from tunedqk import device as device_module
+from tunedqk import offsets
 from tunedqk.accept import Door
 from tunedqk.db import TuningDB
 
@@ -66,6 +67,15 @@ def _own_environment(tmp_path_factory):
         patch.setenv("TUNEDQK_CACHE_DIR", str(tmp_path_factory.mktemp("tunedqk-cache")))
         patch.delenv("TUNEDQK_DB_PATH", raising=False)
         patch.delenv("TUNEDQK_MODE", raising=False)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _memory_for_everybody():
+    """Workers of pytest-xdist share a GPU, on which each would take 17 GiB to check offsets."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offsets, "MEMORY_SHARE", offsets.MEMORY_SHARE / workers)
         yield
 
 

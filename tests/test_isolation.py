@@ -14,6 +14,7 @@ from pathlib import Path
 import mutants
 import pytest
 import torch
+from conftest import ON_GPU
 
 from tunedqk import accept, cli, isolation, launch, pretune, tune, validate
 from tunedqk.config import KernelConfig, tuning_key
@@ -26,6 +27,7 @@ from tunedqk.score import qk_score
 INNOCENT, GUILTY, OTHER = (KernelConfig(chunk, chunk, num_warps=4) for chunk in (64, 128, 32))
 KEY = tuning_key(512, 16, "float32", 1)
 NEXT_KEY = tuning_key(1024, 16, "float32", 1)
+HANG = 30 if ON_GPU else 5  # seconds; on a GPU compiling takes some, and may have to share the machine
 ONE_SHAPE = ("pretune", "--head-dims", "16", "--dtypes", "float32", "--rows", "1", "--seq-lens", "512")
 
 
@@ -184,7 +186,7 @@ def verdicts(db):
     ("worker", "patience", "verdict", "why"),
     [
         pytest.param(segfaulting, 60, validate.CRASHED, "SIGSEGV", id="segfault"),
-        pytest.param(hanging, 5, validate.TIMED_OUT, "no end after 5 s", id="hang"),
+        pytest.param(hanging, HANG, validate.TIMED_OUT, f"no end after {HANG} s", id="hang"),
         pytest.param(poisoned, 60, validate.CRASHED, "an illegal memory access was encountered", id="context lost"),
     ],
 )
@@ -206,7 +208,7 @@ def test_the_guilty_candidate_alone_pays(pretuned, caplog, worker, patience, ver
     ("worker", "patience", "verdict", "why"),
     [
         pytest.param(accessing_illegally, 60, validate.CRASHED, "illegal memory access", id="illegal access"),
-        pytest.param(looping, 15, validate.TIMED_OUT, "no end after 15 s", id="endless loop"),
+        pytest.param(looping, HANG, validate.TIMED_OUT, f"no end after {HANG} s", id="endless loop"),
     ],
 )
 def test_a_kernel_that_kills_its_context_costs_itself_alone(pretuned, caplog, worker, patience, verdict, why):
