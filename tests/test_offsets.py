@@ -27,6 +27,7 @@ def available(monkeypatch):
     asked = []
 
     def set_to(free):
+        monkeypatch.setattr(offsets, "MEMORY_SHARE", 0.5)  # whatever conftest.py makes of it
         monkeypatch.setattr(offsets, "available_memory", lambda device: asked.append(device) or free)
         return asked
 
