@@ -10,7 +10,7 @@ import pytest
 import torch
 from reference import assert_scores, config_for
 
-from tunedqk import launch, ready, score
+from tunedqk import compute, launch, ready
 from tunedqk.config import KernelConfig
 from tunedqk.score import qk_score
 
@@ -139,11 +139,11 @@ CASES = [
           lambda call: _in_one_buffer(call, "q", call.q.numel() - 1)),
     _case("out over q's start", ValueError, "out: expected memory of its own", "overlaps q", _out_over_start_of_q),
     # Gradients.
-    _case("q needs a gradient", ValueError, "q: expected a tensor that needs no gradient", "requires_grad",
+    _case("q needs a gradient", ValueError, "q: expected no gradient where out is given", "requires_grad",
           _set(q=lambda c: _no_gradient(c.q))),
-    _case("k needs a gradient", ValueError, "k: expected a tensor that needs no gradient", "requires_grad",
+    _case("k needs a gradient", ValueError, "k: expected no gradient where out is given", "requires_grad",
           _set(k=lambda c: _no_gradient(c.k))),
-    _case("out needs a gradient", ValueError, "out: expected a tensor that needs no gradient", "requires_grad",
+    _case("out needs a gradient", ValueError, "out: expected no gradient where out is given", "requires_grad",
           _set(out=lambda c: _no_gradient(c.out))),
     # The rest.
     _case("layout in lower case", ValueError, "layout: expected one of ('NHD', 'HND')", "'nhd'", _set(layout="nhd")),
@@ -173,7 +173,7 @@ def nothing_runs(monkeypatch):
         pytest.fail("something was launched")
 
     for owner, name in (
-        (ready, "make_ready"), (score, "_score_by_torch"), (launch.CompiledBinary, "launch"),
+        (ready, "make_ready"), (compute, "_by_torch"), (launch.CompiledBinary, "launch"),
         (launch.InterpretedBinary, "launch"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, fail)
@@ -207,7 +207,7 @@ def test_bad_input(change, error, expected, got, device, nothing_runs):
         assert bytes(_memory(tensor).cpu()) == bytes(was.cpu())
 
 
-@pytest.mark.skipif(torch.cuda.is_available() and not score.interpreting(), reason="numpy arrays are CPU memory")
+@pytest.mark.skipif(torch.cuda.is_available() and not compute.interpreting(), reason="numpy arrays are CPU memory")
 def test_overlap_without_a_common_storage(nothing_runs):
     """Two tensors over one array: each believes that it has a storage of its own."""
     call = good_call("cpu")

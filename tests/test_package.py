@@ -29,8 +29,8 @@ LAYERS = (
     {"compiler", "compile_pool"},
     {"launch", "inputs", "offsets", "validate", "accept", "arguments", "call", "timing", "floor", "workload"},
     {"builder", "tune"},
-    {"resolve", "ready", "score", "serving", "pretune", "isolation"},
-    {"op", "report", "cli"},
+    {"resolve", "ready", "compute", "op", "score", "serving", "pretune", "isolation"},
+    {"report", "cli"},
 )
 # What `import tunedqk.score` may load on top of torch and triton, besides the standard library.
 LOADED_WITH_SCORE = {"msgspec", "triton", "tunedqk"}

@@ -69,18 +69,15 @@ def check(
             raise ValueError(f"{name}: expected stored values (use resolve_neg()), got a lazily negated view")
     if out_dtype is not None and (not isinstance(out_dtype, torch.dtype) or out_dtype not in DTYPE_NAMES):
         raise TypeError(f"out_dtype: expected {_SUPPORTED}, got {out_dtype!r}")
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
-        name = "q" if q.requires_grad else "k"
-        raise ValueError(
-            f"{name}: expected a tensor that needs no gradient (detach it, or use torch.no_grad()), got requires_grad"
-        )
     if out is not None:
-        _check_out(q, out, out_dtype, (batch, q_heads, seq_len))
+        _check_out(q, k, out, out_dtype, (batch, q_heads, seq_len))
         out_dtype = out.dtype
     return Sizes(batch, q_heads, kv_heads, seq_len, head_dim, out_dtype or q.dtype)
 
 
-def _check_out(q: torch.Tensor, out: torch.Tensor, out_dtype: torch.dtype | None, shape: tuple[int, int, int]) -> None:
+def _check_out(
+    q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, out_dtype: torch.dtype | None, shape: tuple[int, int, int]
+) -> None:
     batch, q_heads, seq_len = shape
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out: expected a torch.Tensor, got {type(out).__name__}")
@@ -95,8 +92,12 @@ def _check_out(q: torch.Tensor, out: torch.Tensor, out_dtype: torch.dtype | None
         raise ValueError(f"out: expected q's device {q.device}, got {out.device}")
     if out.is_neg():
         raise ValueError("out: expected a tensor that stores its values, got a lazily negated view")
-    if torch.is_grad_enabled() and out.requires_grad:
-        raise ValueError("out: expected a tensor that needs no gradient, got requires_grad")
+    if torch.is_grad_enabled():
+        for name, tensor in (("q", q), ("k", k), ("out", out)):
+            if tensor.requires_grad:
+                raise ValueError(
+                    f"{name}: expected no gradient where out is given (use torch.no_grad()), got requires_grad"
+                )
     if not out.is_contiguous() and _overlaps_itself(out):
         raise ValueError(
             f"out: expected elements that do not overlap, got strides {out.stride()} for shape {list(out.shape)}"

@@ -44,6 +44,7 @@ class Call(NamedTuple):
     geometry: Geometry
     slots: tuple[Slot, Slot]
     extents: tuple[int, int, int]
+    needs_grad: bool
 
     def slot(self, q: torch.Tensor, k: torch.Tensor) -> Slot:
         """The slot for these tensors' addresses."""
@@ -88,12 +89,12 @@ def call_of(
         )  # fmt: skip
         known = _calls.get(traits)
     except (AttributeError, TypeError, RuntimeError):  # no or odd tensors, or what does not hash: the checks say it
-        traits, known = None, None
+        traits, known, needs_grad = None, None, False
     if known is not None:
         return known
     sizes = check(q, k, layout, out, out_dtype)
     check_config(config)
-    call = _work_out(q, k, layout, fill, out, sizes, config)
+    call = _work_out(q, k, layout, fill, out, sizes, config, needs_grad=needs_grad)
     if traits is not None:
         if len(_calls) >= MAX_CALLS:
             _calls.clear()
@@ -109,6 +110,8 @@ def _work_out(
     out: torch.Tensor | None,
     sizes: Sizes,
     config: KernelConfig | None,
+    *,
+    needs_grad: bool,
 ) -> Call:
     if out is None:
         out = torch.empty((sizes.batch, sizes.q_heads, sizes.seq_len), dtype=sizes.out_dtype, device="meta")
@@ -126,4 +129,4 @@ def _work_out(
         for addresses in (False, True)
     )
     extents = (extent(q), extent(k), extent(out))
-    return Call(sizes, out.shape, out.stride(), out.numel(), places, (unaligned, aligned), extents)
+    return Call(sizes, out.shape, out.stride(), out.numel(), places, (unaligned, aligned), extents, needs_grad)

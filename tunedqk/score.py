@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tunedqk import ready
-from tunedqk.arguments import Sizes, check_number, check_programs
-from tunedqk.call import Call, call_of
-from tunedqk.device import interpreting
-from tunedqk.launch import MAX_PROGRAMS
+from tunedqk import op
+from tunedqk.arguments import check_number
+from tunedqk.call import call_of
+from tunedqk.compute import compute
+from tunedqk.launch import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from tunedqk.config import KernelConfig
@@ -52,7 +52,10 @@ def qk_score(
 
     On a GPU the kernel's config comes from the tuning DB. Without a winner for the key, the first call tunes (seconds;
     see TUNEDQK_MODE). No binary is launched before it agreed with the loop kernel on this GPU model. On a CPU the
-    result is computed by torch operations, or by the kernels under TRITON_INTERPRET=1. There is no gradient.
+    result is computed by torch operations, or by the kernels under TRITON_INTERPRET=1.
+
+    Without `out` there is a gradient for q and k. Under autocast q and k are cast as torch.matmul would. torch.compile
+    sees one operator.
 
     Raises:
         TypeError, ValueError: an argument does not fit; nothing was launched or written.
@@ -61,47 +64,25 @@ def qk_score(
         NoAcceptedConfigError: no config at all agreed with the loop kernel.
         CaptureError: a CUDA graph is being captured and no accepted binary is ready for this call.
     """
+    if torch._C._is_any_autocast_enabled() and out is None:  # noqa: SLF001  the public question is asked per device type
+        q, k = _autocast(q, k)
+    if torch.compiler.is_dynamo_compiling():
+        return op.compiled(q, k, scale, layout, fill, out, out_dtype, config)
     call = call_of(q, k, layout, fill, out, out_dtype, config)
     factor = call.sizes.head_dim**-0.5 if scale is None else check_number("scale", scale)
     fill = None if fill is None else check_number("fill", fill)
-    if out is None:
-        # Half the host time of torch.empty.
-        out = torch.empty_strided(call.out_shape, call.out_strides, dtype=call.sizes.out_dtype, device=q.device)
-    else:
-        call.check_memory(q, k, out)
-    if not call.elements:
-        return out
-    if q.is_cuda or interpreting():
-        _score_by_kernel(q, k, out, factor, fill, call)
-    else:
-        _score_by_torch(q, k, out, factor, fill, layout, call.sizes)
-    return out
+    if call.needs_grad:
+        return op.differentiable(q, k, factor, layout, out_dtype, config)
+    return compute(q, k, factor, layout, fill, out, call)
 
 
-def _score_by_kernel(
-    q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, scale: float, fill: float | None, call: Call
-) -> None:
-    slot = call.slot(q, k)
-    binary = ready.binaries.get(slot)
-    if binary is None:
-        binary = ready.make_ready(slot, call.sizes.seq_len)
-    if call.elements > MAX_PROGRAMS:
-        check_programs(binary.programs(call.sizes.batch, call.geometry))
-    if q.is_cuda and slot.device != torch.cuda.current_device():
-        with torch.cuda.device(slot.device):
-            binary.launch(q, k, out, scale, fill or 0.0, call.geometry)
-    else:
-        binary.launch(q, k, out, scale, fill or 0.0, call.geometry)
-
-
-def _score_by_torch(
-    q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, scale: float, fill: float | None, layout: str, sizes: Sizes
-) -> None:
-    """The same by torch operations, in float64 so that no global matmul precision setting applies."""
-    keys = k if layout == "HND" else k.transpose(1, 2)  # [batch, kv_heads, seq_len, head_dim]
-    rows = q.unflatten(1, (sizes.kv_heads, -1))  # [batch, kv_heads, group, head_dim]
-    for b in range(sizes.batch):  # one request at a time: the float64 copy of a whole cache can be large
-        scores = rows[b].double() @ keys[b].double().transpose(1, 2)  # [kv_heads, group, seq_len]
-        out[b, :, : sizes.seq_len] = scores.mul_(scale).flatten(0, 1).to(out.dtype)
-    if fill is not None:
-        out[:, :, sizes.seq_len :] = torch.tensor(fill, dtype=torch.float64).to(out.dtype)  # overflows to inf
+def _autocast(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What torch.matmul makes of them under autocast."""
+    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor)):
+        return q, k  # the checks say what is wrong
+    kind = q.device.type
+    if not torch.is_autocast_enabled(kind):
+        return q, k
+    dtype = torch.get_autocast_dtype(kind)
+    q, k = (x.to(dtype) if x.dtype in DTYPE_NAMES else x for x in (q, k))
+    return q, k

@@ -1,0 +1,254 @@
+"""The call as torch's operator: gradients against float64, torch.compile, autocast."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+from reference import assert_scores, config_for, make_inputs, poisoned, scores64
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from tunedqk import op
+from tunedqk.score import qk_score
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+HEAD_DIM = 16
+
+
+@pytest.fixture(autouse=True)
+def _defaults(monkeypatch):
+    """Nothing is tuned, and dynamo has compiled nothing."""
+    monkeypatch.setenv("TUNEDQK_MODE", "cached")
+    torch._dynamo.reset()
+
+
+def inputs(device, dtype=FP32, group=2, seq_len=33, layout="NHD"):
+    return make_inputs(2, 2 * group, 2, seq_len, HEAD_DIM, dtype, device, layout)
+
+
+def leaves(*tensors):
+    return [x.detach().clone().requires_grad_() for x in tensors]
+
+
+def gradients64(q, k, grad, scale, layout):
+    """Of the formula, by autograd in float64."""
+    q64, k64 = leaves(q.double(), k.double())
+    scores, _ = scores64(q64, k64, scale, layout)
+    return torch.autograd.grad(scores, (q64, k64), grad.double())
+
+
+def assert_close(got, expected, dtype):
+    """Within one rounding to the dtype, and what some hundred float32 roundings may add to that."""
+    assert got.dtype == dtype
+    tolerance = torch.finfo(dtype).eps
+    torch.testing.assert_close(got.double(), expected, rtol=2 * tolerance, atol=30 * 2**-23 + tolerance / 2)
+
+
+# --- Gradients ---
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype"),
+    [
+        pytest.param(FP32, None, id="fp32"),
+        pytest.param(FP16, None, id="fp16"),
+        pytest.param(BF16, None, id="bf16"),
+        pytest.param(BF16, FP32, id="bf16 to fp32"),
+        pytest.param(FP32, FP16, id="fp32 to fp16"),
+    ],
+)
+def test_gradients_are_those_of_the_formula(device, dtype, out_dtype, group, layout):
+    q, k = leaves(*inputs(device, dtype, group, layout=layout))
+    scores = qk_score(q, k, scale=None, layout=layout, out_dtype=out_dtype)
+    assert_scores(scores.detach(), q.detach(), k.detach(), HEAD_DIM**-0.5, layout)
+    grad = torch.randn_like(scores)
+    scores.backward(grad)
+    for got, expected in zip((q.grad, k.grad), gradients64(q, k, grad, HEAD_DIM**-0.5, layout), strict=True):
+        assert_close(got, expected, dtype)
+
+
+@pytest.mark.parametrize("wanted", ["q", "k"])
+def test_only_what_needs_a_gradient_gets_one(device, wanted):
+    q, k = inputs(device)
+    tensors = {"q": q, "k": k}
+    tensors[wanted].requires_grad_()
+    scores = qk_score(q, k)
+    grad = torch.randn_like(scores)
+    scores.backward(grad)
+    expected = dict(zip("qk", gradients64(q, k, grad, 1.0, "NHD"), strict=True))
+    assert_close(tensors[wanted].grad, expected[wanted], FP32)
+    assert tensors["k" if wanted == "q" else "q"].grad is None
+
+
+def test_a_slice_of_a_cache_passes_its_gradient_on(device):
+    q, cache = inputs(device, seq_len=64)
+    cache.requires_grad_()
+    qk_score(q, cache[:, 3:36]).sum().backward()
+    assert cache.grad[:, 3:36].abs().min() > 0
+    assert cache.grad[:, :3].abs().max() == cache.grad[:, 36:].abs().max() == 0
+
+
+def test_the_gradient_has_one_too(device):
+    q, k = leaves(*(x[:1] for x in inputs(device, seq_len=3)))
+
+    def slope(function, *tensors):
+        scores = function(*tensors)
+        first = torch.autograd.grad((scores**3).sum(), tensors, create_graph=True)
+        return torch.autograd.grad(sum((x**2).sum() for x in first), tensors)
+
+    got = slope(qk_score, q, k)
+    expected = slope(
+        lambda q, k: scores64(q, k)[0], q.detach().double().requires_grad_(), k.detach().double().requires_grad_()
+    )
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4 * other.abs().max().item())
+
+
+def test_a_given_config_has_a_gradient(device):
+    q, k = leaves(*inputs(device))
+    qk_score(q, k, config=config_for(HEAD_DIM, FP32, 2)).sum().backward()
+    assert q.grad is not None
+
+
+def test_nothing_to_score_has_a_gradient(device):
+    q, k = leaves(*inputs(device, seq_len=0))
+    qk_score(q, k).sum().backward()
+    assert q.grad.abs().max() == 0
+    assert k.grad.shape == k.shape
+
+
+def test_without_a_gradient_no_operator_is_called(device, monkeypatch):
+    for name in ("differentiable", "compiled", "_score", "_score_out"):
+        monkeypatch.setattr(op, name, None)
+    q, k = inputs(device)
+    assert not qk_score(q, k).requires_grad
+    wanting = q.clone().requires_grad_()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            scores = qk_score(wanting, k)
+            assert not scores.requires_grad
+            assert_scores(scores, q, k)
+
+
+# --- torch.compile ---
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_compiled_equals_eager_over_two_buckets_without_compiling_again(device, layout):
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=counter)
+    def attend(q, k):
+        return qk_score(q, k, scale=None, layout=layout).softmax(-1)
+
+    q, k = inputs(device, BF16, seq_len=800, layout=layout)  # always a slice: it is not contiguous
+    for seq_len in (33, 34, 512, 600, 700):
+        keys = k[:, :seq_len] if layout == "NHD" else k[:, :, :seq_len]
+        assert torch.equal(attend(q, keys), qk_score(q, keys, scale=None, layout=layout).softmax(-1))
+    assert counter.frame_count == 1
+
+
+def test_compiled_writes_out(device):
+    compiled = torch.compile(
+        lambda q, k, out: qk_score(q, k, out=out, fill=2).mul(3), fullgraph=True, backend="aot_eager"
+    )
+    q, k = inputs(device)
+    out, expected = (poisoned(2, 4, 40, dtype=FP32, device=device) for _ in range(2))
+    assert torch.equal(compiled(q, k, out), qk_score(q, k, out=expected, fill=2) * 3)
+    assert torch.equal(out, expected)
+
+
+def test_compiled_has_the_gradient(device):
+    compiled = torch.compile(lambda q, k: qk_score(q, k).tanh(), fullgraph=True, backend="aot_eager")
+    eager, other = leaves(*inputs(device)), leaves(*inputs(device))
+    for one, two in zip(eager, other, strict=True):
+        two.data.copy_(one.data)
+    qk_score(*eager).tanh().sum().backward()
+    compiled(*other).sum().backward()
+    for one, two in zip(eager, other, strict=True):
+        torch.testing.assert_close(two.grad, one.grad)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_inductor_and_its_graphs_compile_the_call(device, mode):
+    compiled = torch.compile(lambda q, k: qk_score(q * 2, k).softmax(-1), fullgraph=True, mode=mode)
+    q, k = inputs(device, BF16, seq_len=600)
+    for _ in range(4):  # a graph is recorded at the second
+        q = torch.randn_like(q)
+        torch.testing.assert_close(compiled(q, k), qk_score(q * 2, k).softmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(lambda q, k: (q, k[..., :8]), "k: expected q's head_dim 16, got 8", id="head_dim"),
+        pytest.param(lambda q, k: (q, k.half()), "k: expected q's dtype torch.float32, got torch.float16", id="dtype"),
+    ],
+)
+def test_bad_input_is_named_when_compiled(device, change, message):
+    compiled = torch.compile(qk_score, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=message.replace(".", r"\.")):
+        compiled(*change(*inputs(device)))
+
+
+@pytest.mark.parametrize("hints", [("", ""), ("evict_first", "")])
+def test_a_given_config_is_used_when_compiled(device, monkeypatch, hints):
+    config = msgspec.structs.replace(config_for(HEAD_DIM, FP32, 2), LOAD_HINT=hints[0], STORE_HINT=hints[1])
+    used = []
+    whole = op.call_of
+    monkeypatch.setattr(op, "call_of", lambda *arguments: used.append(arguments[-1]) or whole(*arguments))
+    q, k = inputs(device)
+    compiled = torch.compile(lambda q, k: qk_score(q, k, config=config), fullgraph=True, backend="aot_eager")
+    assert_scores(compiled(q, k), q, k)
+    assert used == [config]
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_torch_finds_no_fault_with_the_operators(device, needs_grad):
+    q, k = inputs(device)
+    if needs_grad:
+        q, k = leaves(q, k)
+    torch.library.opcheck(torch.ops.tunedqk.qk_score.default, (q, k, 0.5, "NHD", FP16, None))
+    if not needs_grad:
+        out = torch.zeros(2, 4, 40, device=device)
+        torch.library.opcheck(torch.ops.tunedqk.qk_score_out.default, (q, k, out, 0.5, "NHD", None, None, None))
+
+
+# --- Autocast ---
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("q_dtype", "k_dtype"), [(FP32, FP32), (FP32, BF16), (FP16, FP32)])
+def test_autocast_does_what_it_does_to_a_matmul(device, dtype, q_dtype, k_dtype):
+    q, k = inputs(device)
+    q, k = q.to(q_dtype), k.to(k_dtype)
+    with torch.autocast(device, dtype=dtype):
+        scores = qk_score(q, k)
+        assert scores.dtype == torch.matmul(q.unsqueeze(2), k.transpose(1, 2).mT[:, :1]).dtype == dtype
+        assert qk_score(q, k, out_dtype=FP32).dtype == FP32
+    assert_scores(scores, q.to(dtype), k.to(dtype))
+
+
+def test_autocast_leaves_an_out_alone(device):
+    q, k = inputs(device)
+    out = poisoned(2, 4, 33, dtype=FP32, device=device)
+    with torch.autocast(device, dtype=BF16):
+        qk_score(q, k, out=out)
+    assert_scores(out, q, k)  # in float32
+
+
+def test_autocast_passes_gradients_through(device):
+    q, k = leaves(*inputs(device))
+    with torch.autocast(device, dtype=BF16):
+        qk_score(q, k).float().sum().backward()
+    assert (q.grad.dtype, k.grad.dtype) == (FP32, FP32)
+
+
+def test_outside_autocast_dtypes_must_agree(device):
+    q, k = inputs(device)
+    other = "cpu" if device == "cuda" else "cuda"
+    with torch.autocast(other, dtype=BF16, enabled=other == "cpu"), pytest.raises(TypeError, match="k: expected"):
+        qk_score(q, k.bfloat16())
