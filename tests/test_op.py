@@ -11,6 +11,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from tunedqk import op
 from tunedqk.score import qk_score
 
+# torch 2.11 warns of itself when it imports its compiler.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 HEAD_DIM = 16
 

@@ -495,7 +495,7 @@ def test_times_that_are_none_are_an_error_and_nothing_is_stored(device, few, mon
     monkeypatch.setattr(tune, "_compare", lambda finalists, work, *_: {c: [none] * len(work.shapes) for c in finalists})
     with pytest.raises(NoAcceptedConfigError, match="finite"):
         call(device)
-    assert TuningDB(identity_of(target_of(device))).entries() == []
+    assert TuningDB(identity_of(target_of(device)), None, ()).entries() == []
     assert ready.binaries == {}
 
 

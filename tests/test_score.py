@@ -17,8 +17,9 @@ import pytest
 import torch
 from reference import DTYPES, assert_scores, config_for, make_inputs, name_of, poisoned, scores64, seed_case
 
-from tunedqk import launch, ready, resolve, score, tune
+from tunedqk import launch, ready, resolve, tune
 from tunedqk.config import KernelConfig, tuning_key
+from tunedqk.device import interpreting
 from tunedqk.errors import CaptureError
 from tunedqk.score import qk_score
 
@@ -165,7 +166,7 @@ def test_the_seeds_case_for_every_config(head_dim, device):
     key = tuning_key(60, head_dim, "float32", 1)
     target = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     configs = [config_for(head_dim, torch.float32, 1)]
-    if device == "cuda" or score.interpreting():
+    if device == "cuda" or interpreting():
         configs = tune.candidates(key, target)
     assert configs
     if device == "cuda":

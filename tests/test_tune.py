@@ -458,7 +458,7 @@ def test_the_incumbent_is_a_finalist_however_slow_its_screening(device, make_doo
 def test_an_incumbent_stays_through_a_whole_tuning(make_door, few, monkeypatch):
     same = Sample(10.0, 10.0, 10.0)
     monkeypatch.setattr(tune.ScreenTimer, "__call__", lambda *_: same)
-    monkeypatch.setattr(tune, "_compare", lambda finalists, work: {c: [same] * len(work.shapes) for c in finalists})
+    monkeypatch.setattr(tune, "_compare", lambda finalists, work, _: {c: [same] * len(work.shapes) for c in finalists})
     assert tune.tune(KEY, make_door(), incumbent=few[2]).config == few[2]
     assert tune.tune(KEY, make_door(), incumbent=few[0]).config == few[0]
 

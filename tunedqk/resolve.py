@@ -16,7 +16,7 @@ from tunedqk.config import KernelConfig, TuningKey, default_config
 from tunedqk.db import TuningDB
 from tunedqk.device import identity_of, interpreting
 from tunedqk.errors import MissingConfigError, NoAcceptedConfigError, RejectedConfigError, TuningDeclinedError
-from tunedqk.launch import INTERPRETER_LOCK, forget
+from tunedqk.launch import INTERPRETER_LOCK
 from tunedqk.tune import is_candidate, tune
 
 if TYPE_CHECKING:
@@ -130,8 +130,6 @@ class Resolver:
             except (TuningDeclinedError, torch.OutOfMemoryError) as error:
                 logger.warning("tunedqk: %s is not tuned: %s", key, error)
                 return None
-            finally:
-                forget(self.device)
             self.tunings += 1
             self.db.record(entries=[entry])
         return self.door.accept(variant, entry.config, key.seq_len)

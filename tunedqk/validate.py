@@ -129,7 +129,7 @@ class Validator:
             self._prepare_chunks(capacity)
             self._prepare_length(seq_len)
             # Has torch load the kernels that it judges with: 0.1 s in a process that has not used them.
-            self.check(_Nothing(self.variant, KernelConfig(capacity, min(capacity, 64), num_warps=4)))
+            self._check_around(_Nothing(self.variant, KernelConfig(capacity, min(capacity, 64), num_warps=4)), [])
 
     def _prepare_chunks(self, chunk: int) -> None:
         if not self._judging or self._judging[0].seq_len < 2 * chunk + 1:
@@ -142,21 +142,25 @@ class Validator:
         return self._long
 
     def check(self, binary: Binary) -> Verdict:
-        """The whole list, at lengths around the binary's chunk. A correct verdict's `what` names what was left out."""
-        chunk = binary.config.CHUNK_SIZE
-        self._prepare_chunks(chunk)
-        findings: list[_Finding] = []
+        """The whole list. A correct verdict's `what` names what was left out."""
         errors: list[torch.Tensor] = []
-        for inputs, launches in self._trials(chunk):
-            self._launch_and_judge(binary, inputs, findings, errors, launches)
-        if self._on_gpu:
-            findings.append(self._large_grid(binary, self._judging[0].copy_of(chunk + 1)))
-        verdict = _conclude(findings, errors)
+        verdict = self._check_around(binary, errors)
         if not (self._on_gpu and verdict.correct):
             return verdict
         # After that wait, for what follows is safe only where masks hold: with strides of gigabytes, one position too
         # many is memory of somebody else's.
         return self._check_offsets(binary, verdict, errors)
+
+    def _check_around(self, binary: Binary, errors: list[torch.Tensor]) -> Verdict:
+        """At lengths around the binary's chunk; errors: gets those of the results, in units of the bound."""
+        chunk = binary.config.CHUNK_SIZE
+        self._prepare_chunks(chunk)
+        findings: list[_Finding] = []
+        for inputs, launches in self._trials(chunk):
+            self._launch_and_judge(binary, inputs, findings, errors, launches)
+        if self._on_gpu:
+            findings.append(self._large_grid(binary, self._judging[0].copy_of(chunk + 1)))
+        return _conclude(findings, errors)
 
     def _check_offsets(self, binary: Binary, so_far: Verdict, errors: list[torch.Tensor]) -> Verdict:
         """Offsets that no int32 holds, if there is the memory for it; errors: those that go into the verdict."""
