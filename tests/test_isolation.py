@@ -20,7 +20,7 @@ from tunedqk import accept, cli, isolation, launch, pretune, tune, validate
 from tunedqk.config import KernelConfig, tuning_key
 from tunedqk.db import TuningDB
 from tunedqk.device import identity_of
-from tunedqk.errors import TunedQKError
+from tunedqk.errors import TunedQKError, WorkerError
 from tunedqk.isolation import IsolatedPretuner
 from tunedqk.score import qk_score
 
@@ -127,6 +127,11 @@ def buggy(*arguments):
 
 def never_serving(*_):
     sys.exit(3)
+
+
+def dying(*arguments):
+    pretune.tune = lambda *_, **__: os._exit(3)
+    serve_faulty(arguments)
 
 
 def _is_guilty(_, config):
@@ -301,7 +306,21 @@ def test_an_error_of_ours_fails_its_key_and_the_others_go_on(pretuned, caplog):
 
 
 def test_a_worker_that_never_comes_is_an_error(pretuned):
-    (outcome,), db = pretuned(never_serving)
+    with pytest.raises(WorkerError, match=r"could not start: exit status 3\. .*__main__"):
+        pretuned(never_serving)
+    assert multiprocessing.active_children() == []
+
+
+def test_an_unguarded_script_is_told_so(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(f"from tunedqk import cli\nprint('status', cli.main({list(ONE_SHAPE)!r}))\n")
+    process = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, timeout=120)
+    assert process.stdout.splitlines()[-1] == "status 1"
+    assert "has to do so under `if __name__" in process.stderr
+
+
+def test_a_worker_that_dies_for_no_reason_fails_its_key(pretuned):
+    (outcome,), db = pretuned(dying)
     assert outcome.error == "the worker process ended (exit status 3), and no candidate alone is to blame"
     assert db.entries() == []
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tunedqk import __version__, config
-from tunedqk.errors import CrashedError
+from tunedqk.errors import CrashedError, WorkerError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nStopped. What was finished is saved; the same command goes on from there.", file=sys.stderr)
         return 130
-    except CrashedError as error:
+    except (CrashedError, WorkerError) as error:
         print(f"tunedqk {options.command}: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader of our output, `head` say, has seen enough

@@ -25,6 +25,10 @@ class CrashedError(TunedQKError):
     """A binary on trial cost this process its GPU context: only a new process can use the GPU again."""
 
 
+class WorkerError(TunedQKError):
+    """The process that pretunes could not be started."""
+
+
 class CompilerCrashedError(TunedQKError):
     """Compiling a config took the compiler's process down."""
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tunedqk.accept import Trial, Watcher
 from tunedqk.compile_pool import FROM_OUTSIDE, cause
-from tunedqk.errors import CrashedError
+from tunedqk.errors import CrashedError, WorkerError
 from tunedqk.pretune import Outcome, Pretuner, resolver_for_folder
 from tunedqk.validate import CRASHED, TIMED_OUT, Verdict
 
@@ -34,6 +34,10 @@ logger = logging.getLogger(__name__)
 
 PATIENCE = 120.0  # seconds that one build, or the launches of one binary, may take
 UNEXPLAINED_DEATHS = 2  # of the worker, after which a key is given up
+
+
+class Ready(NamedTuple):
+    """The worker's first words."""
 
 
 class Request(NamedTuple):
@@ -101,6 +105,7 @@ def serve(connection: Connection, folder: Path | None, force: bool, condemned: C
             resolver.door.condemn(trial, verdict)
         resolver.door.watcher = reporter
         pretuner = Pretuner(resolver, force=force)
+        reporter.send(Ready())
         while True:
             request: Request = connection.recv()
             if request.only is None:
@@ -136,6 +141,21 @@ class _Worker:
         with theirs:  # once the process has its copy, its end is the end of the connection
             self._process = context.Process(target=serve, args=(theirs, *arguments), daemon=True)
             self._process.start()
+        try:
+            first = self._connection.recv()
+        except (EOFError, OSError):
+            first = Failed(cause(self._status()))
+        if not isinstance(first, Ready):
+            self.end()
+            raise WorkerError(
+                f"the process that pretunes could not start: {first.why.strip().splitlines()[-1]}. (A script that "
+                'calls tunedqk.cli.main has to do so under `if __name__ == "__main__":`, as that process imports it.)'
+            )
+
+    def _status(self) -> int:
+        """How the process ended."""
+        self._process.join()
+        return self._process.exitcode or 0
 
     def ask(self, request: Request) -> Outcome | Survived | Failed | Death:
         """Its answer, or how it came to an end."""
@@ -153,8 +173,7 @@ class _Worker:
                     return message
                 (in_flight.append if message.begins else in_flight.remove)(message.trial)
         except (EOFError, OSError):
-            self._process.join()
-            status = self._process.exitcode or 0
+            status = self._status()
             return Death(Verdict(CRASHED, what=cause(status)), () if status in FROM_OUTSIDE else tuple(in_flight))
 
     def end(self) -> None:
