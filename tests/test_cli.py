@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -14,11 +15,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from tunedqk import accept, cli, config, isolation, pretune, tune
+from tunedqk import accept, cli, config, isolation, pretune, tune, validate
 from tunedqk.config import KernelConfig
 from tunedqk.db import TuningDB
 from tunedqk.device import identity_of
 from tunedqk.errors import NoAcceptedConfigError, TuningDBWarning
+from tunedqk.pretune import resolver_for_folder
 from tunedqk.validate import Validator
 
 ONE_SHAPE = ("--head-dims", "16", "--dtypes", "float32", "--rows", "1")
@@ -299,6 +301,35 @@ def test_results_that_cannot_be_saved_are_told(run, capsys, tmp_path, monkeypatc
         status = cli.main(list(TWO_KEYS))
     assert status == 1
     assert "2 results could not be saved in" in capsys.readouterr().err
+
+
+def test_verify_does_not_launch_what_is_known_to_crash(run, tmp_path, monkeypatch):
+    out = ("--out", tmp_path / "out")
+    run("pretune", *ONE_SHAPE, "--seq-lens", "512", *out)
+    db = resolver_for_folder(tmp_path / "out").db
+    crashed = [msgspec.structs.replace(r, verdict=validate.CRASHED, what="SIGSEGV") for r in db.receipts()]
+    assert db.record(receipts=crashed)
+    monkeypatch.setattr(validate.Validator, "check", None)
+    status, text = run("verify", *out)
+    assert status == 1
+    assert "0 of 1 winners are correct, 0 binaries validated again" in text
+    assert "SIGSEGV" in text
+
+
+@pytest.mark.skipif(os.name != "posix", reason="there is no sh")
+def test_without_a_place_for_its_output_a_command_works(cache_dir):
+    command = [sys.executable, "-m", "tunedqk.cli", "show"]
+    process = subprocess.run(
+        ["/bin/sh", "-c", 'exec "$@" >&-', "sh", *command], capture_output=True, text=True, check=False
+    )
+    assert (process.returncode, process.stderr) == (0, "")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="there is no sh")
+def test_a_reader_that_has_seen_enough_is_no_traceback(cache_dir):
+    script = f"{shlex.quote(sys.executable)} -m tunedqk.cli show | head -c0"
+    process = subprocess.run(["/bin/sh", "-c", script], capture_output=True, text=True, check=False)
+    assert process.stderr == ""
 
 
 def test_nothing_to_verify_is_an_error(capsys, tmp_path):

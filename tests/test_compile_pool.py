@@ -72,13 +72,13 @@ def staged(kernel, program):
         case 19: raise KeyError("num_warps")
     return compile_program(kernel, program)
 compiler.compile_program = staged
-main(descriptors)
+main(*descriptors)
 """
 
 
 @pytest.fixture
 def staged(pool, monkeypatch):
-    monkeypatch.setattr(compile_pool, "_COMPILER", compile_pool._COMPILER.replace("main(descriptors)", STAGED))
+    monkeypatch.setattr(compile_pool, "_COMPILER", compile_pool._COMPILER.replace("main(*descriptors)", STAGED))
     return pool
 
 
@@ -96,6 +96,13 @@ def _alive(group):
     except ProcessLookupError:
         return False
     return True
+
+
+def _ends(group):
+    deadline = time.monotonic() + 20
+    while _alive(group) and time.monotonic() < deadline:  # orphans are reaped by the system when it gets to it
+        time.sleep(0.05)
+    return not _alive(group)
 
 
 def encoded(*programs):
@@ -158,8 +165,8 @@ def test_a_kill_from_outside_is_no_verdict(staged):
 
 @pytest.mark.parametrize("end", [pytest.param(16, id="exit 0"), pytest.param(8, id="no more replacements")])
 def test_a_process_that_has_no_successor_is_not_waited_for(staged, monkeypatch, end):
-    limit = "compiler.MAX_REPLACEMENTS = 0\nmain(descriptors)"
-    monkeypatch.setattr(compile_pool, "_COMPILER", compile_pool._COMPILER.replace("main(descriptors)", limit))
+    limit = "compiler.MAX_REPLACEMENTS = 0\nmain(*descriptors)"
+    monkeypatch.setattr(compile_pool, "_COMPILER", compile_pool._COMPILER.replace("main(*descriptors)", limit))
     assert not staged.compile(H200, replace(PROGRAM, num_warps=end))
     assert not staged.compile(H200, PROGRAM)
 
@@ -256,10 +263,7 @@ def test_close_ends_every_process(pool):
     assert pool.compile(H200, PROGRAM)
     group = pool._parent.pid
     pool.close()
-    deadline = time.monotonic() + 20
-    while _alive(group) and time.monotonic() < deadline:  # orphans are reaped by the system when it gets to it
-        time.sleep(0.05)
-    assert not _alive(group)
+    assert _ends(group)
 
 
 def test_processes_end_with_the_one_that_started_them(tmp_path):
@@ -270,10 +274,36 @@ def test_processes_end_with_the_one_that_started_them(tmp_path):
         group = int(process.stdout.readline())
         assert process.stdout.readline() == "\n"
         process.kill()
-    deadline = time.monotonic() + 20
-    while _alive(group) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not _alive(group)
+    assert _ends(group)
+
+
+COMPILE_FOR_EVER = """
+import sys
+from triton.backends.compiler import GPUTarget
+from tunedqk import compile_pool
+from tunedqk.compiler import Program
+
+ENDLESS = "import time; from tunedqk import compiler; compiler.compile_program = lambda *_: (open({!r}, 'w'), "
+ENDLESS += "time.sleep(600)); main(*descriptors)"
+compile_pool._COMPILER = compile_pool._COMPILER.replace("main(*descriptors)", ENDLESS.format(sys.argv[1]))
+pool = compile_pool.CompilePool(2)
+pool.start()
+print(pool._parent.pid, flush=True)
+pool.compile(GPUTarget("cuda", 90, 32), Program("bf16", "bf16", True, {}))
+"""
+
+
+def test_a_compilation_without_end_ends_with_the_process_that_waits_for_it(tmp_path):
+    began = tmp_path / "began"
+    command = [sys.executable, "-c", COMPILE_FOR_EVER, str(began)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        group = int(process.stdout.readline())
+        deadline = time.monotonic() + 60
+        while not began.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.kill()
+    assert began.exists()
+    assert _ends(group)
 
 
 def test_threads_that_begin_together_hash_triton_once(monkeypatch):

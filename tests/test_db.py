@@ -124,18 +124,18 @@ def test_what_is_recorded_is_found_by_another_process_of_the_same_gpu(tmp_path):
     writer, reader = make_db(tmp_path), make_db(tmp_path)
     assert writer.record(iter([entry]), iter([receipt]))
     for each in (writer, reader):
-        assert each.winner(entry.key) == (entry, each.path)
+        assert each.winners(entry.key) == [(entry, each.path)]
         assert each.receipt("ffaf") == receipt
         assert [found.entry for found in each.entries()] == [entry]
         assert each.receipts() == [receipt]
-    assert reader.winner(make_key(2048)) is None
+    assert not reader.winners(make_key(2048))
     assert reader.receipt("0000") is None
-    assert make_db(tmp_path, gpu=OTHER_GPU).winner(entry.key) is None
-    assert make_db(tmp_path, gpu=msgspec.structs.replace(GPU, memory_gib=80.0)).winner(entry.key)
+    assert not make_db(tmp_path, gpu=OTHER_GPU).winners(entry.key)
+    assert make_db(tmp_path, gpu=msgspec.structs.replace(GPU, memory_gib=80.0)).winners(entry.key)
 
 
 def test_no_folder_is_made_by_looking(tmp_path):
-    assert make_db(tmp_path / "cache", tmp_path / "other").winner(make_key()) is None
+    assert not make_db(tmp_path / "cache", tmp_path / "other").winners(make_key())
     assert make_db(tmp_path / "cache").record()
     assert list((tmp_path / "cache").glob("*.json")) == []
     assert not (tmp_path / "other").exists()
@@ -199,7 +199,7 @@ def test_any_gpu_name_gives_a_file_in_the_folder(tmp_path, name):
     assert written.path.parent == tmp_path
     assert list(tmp_path.glob("*.json")) == [written.path]
     assert written.path.name.isascii()
-    assert make_db(tmp_path, gpu=gpu).winner(make_key())
+    assert make_db(tmp_path, gpu=gpu).winners(make_key())
 
 
 @pytest.mark.parametrize(
@@ -278,18 +278,18 @@ def test_files_are_read_at_the_first_look_up_and_then_no_more(tmp_path, monkeypa
             return function(*arguments)
 
     reader = without_files(make_db, tmp_path / "user", tmp_path / "other")
-    assert reader.winner(make_key())
-    assert without_files(reader.winner, make_key()).entry == make_entry()
-    assert without_files(reader.winner, make_key(512)) is None
-    assert without_files(reader.nearest, make_key(512)).entry == make_entry()
+    assert reader.winners(make_key())
+    assert without_files(reader.winners, make_key())[0].entry == make_entry()
+    assert not without_files(reader.winners, make_key(512))
+    assert without_files(reader.nearest, make_key(512))[0].entry == make_entry()
     assert without_files(reader.receipt, "ffaf") == make_receipt()
     assert len(without_files(reader.entries)) == 2
     assert without_files(reader.receipts) == [make_receipt()]
 
     make_db(tmp_path / "user").record([make_entry(make_key(512))])
-    assert reader.winner(make_key(512)) is None
+    assert not reader.winners(make_key(512))
     reader.reload()
-    assert reader.winner(make_key(512))
+    assert reader.winners(make_key(512))
 
 
 # Look-up
@@ -298,20 +298,19 @@ def test_files_are_read_at_the_first_look_up_and_then_no_more(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("stored", "wanted", "expected"),
     [
-        pytest.param([1024, 4096], 2048, 4096, id="tie-to-the-larger"),
-        pytest.param([512, 4096], 1024, 512, id="smaller-ratio"),
-        pytest.param([512, 8192], 2048, 8192, id="tie-at-four"),
-        pytest.param([512], 2048, 512, id="four-below"),
-        pytest.param([512, 16384], 4096, 16384, id="eight-below-is-too-far"),
-        pytest.param([512], 4096, None, id="too-far"),
-        pytest.param([1024], 1024, None, id="not-itself"),
+        pytest.param([1024, 4096], 2048, [4096, 1024], id="tie-to-the-larger"),
+        pytest.param([512, 4096], 1024, [512, 4096], id="smaller-ratio"),
+        pytest.param([512, 8192], 2048, [8192, 512], id="tie-at-four"),
+        pytest.param([512], 2048, [512], id="four-below"),
+        pytest.param([512, 16384], 4096, [16384], id="eight-below-is-too-far"),
+        pytest.param([512], 4096, [], id="too-far"),
+        pytest.param([1024], 1024, [], id="not-itself"),
     ],
 )
 def test_nearest_bucket(tmp_path, stored, wanted, expected):
     filled = make_db(tmp_path)
     filled.record([make_entry(make_key(seq_len)) for seq_len in stored])
-    found = filled.nearest(make_key(wanted))
-    assert (found and found.entry.key.seq_len) == expected
+    assert [found.entry.key.seq_len for found in filled.nearest(make_key(wanted))] == expected
 
 
 @pytest.mark.parametrize(
@@ -322,7 +321,16 @@ def test_nearest_bucket(tmp_path, stored, wanted, expected):
 def test_nearest_differs_in_nothing_else(tmp_path, fields):
     filled = make_db(tmp_path)
     filled.record([make_entry(make_key(1024, **fields))])
-    assert filled.nearest(make_key(2048)) is None
+    assert filled.nearest(make_key(2048)) == []
+
+
+def test_the_winners_of_every_file_are_found_in_order(tmp_path):
+    for name, chunk in (("user", 64), ("other", 128)):
+        make_db(tmp_path / name).record([make_entry(chunk=chunk), make_entry(make_key(512), chunk=chunk)])
+    both = make_db(tmp_path / "user", tmp_path / "other")
+    assert [found.entry.config.CHUNK_SIZE for found in both.winners(make_key())] == [64, 128]
+    assert [found.entry.config.CHUNK_SIZE for found in both.nearest(make_key(2048))] == [64, 128, 64, 128]
+    assert [found.path.parent.name for found in both.entries()] == ["user", "user"]
 
 
 @pytest.mark.parametrize("bad_one", ["user", "other"])
@@ -364,7 +372,7 @@ def test_a_later_result_of_another_process_is_not_undone(tmp_path):
     late.record([make_entry(chunk=128)])
     early.record([make_entry(make_key(512))])
     for each in (early, late, make_db(tmp_path)):
-        assert each.winner(make_key()).entry.config.CHUNK_SIZE == 128
+        assert each.winners(make_key())[0].entry.config.CHUNK_SIZE == 128
 
 
 @pytest.mark.parametrize(
@@ -386,16 +394,16 @@ def test_a_later_result_of_another_process_is_not_undone(tmp_path):
             make_receipt(), make_receipt(verdict="crashed"), make_receipt(verdict="crashed"), id="correct-to-bad"
         ),
         pytest.param(
-            make_receipt(verdict="crashed", seq_lens=(512,)),
+            make_receipt(verdict="crashed"),
             make_receipt(seq_lens=(1024,)),
-            make_receipt(seq_lens=(1024,)),
-            id="bad-to-correct",
+            make_receipt(verdict="crashed"),
+            id="bad-stays-bad",
         ),
         pytest.param(
             make_receipt(verdict="crashed"),
             make_receipt(verdict="timed out", max_error=None),
-            make_receipt(verdict="timed out", max_error=None),
-            id="bad-to-bad",
+            make_receipt(verdict="crashed"),
+            id="first-bad-one-stays",
         ),
     ],
 )
@@ -439,9 +447,9 @@ def test_a_malformed_file_is_set_aside_with_one_warning(tmp_path, content, first
     used.path.write_bytes(content)
     with one_warning(re.escape(str(used.path)) + ".* set aside as"):
         if first == "look-up":
-            assert used.winner(make_key()) is None
+            assert not used.winners(make_key())
         assert used.record([make_entry(make_key(512))])
-        assert used.winner(make_key()) is None
+        assert not used.winners(make_key())
         assert used.receipt("ffaf") is None
     assert used.path.with_name(f"{used.path.name}.bad-1").read_bytes() == content
     assert [entry.key for entry in db.load_file(used.path).entries] == [make_key(512)]
@@ -455,9 +463,9 @@ def test_a_malformed_file_elsewhere_is_ignored_and_left_alone(tmp_path, content)
     other.write_bytes(content)
     reader = make_db(tmp_path / "user", other.parent, tmp_path / "last")
     with one_warning(re.escape(str(other))):
-        assert reader.winner(make_key()).entry == make_entry()
+        assert reader.winners(make_key())[0].entry == make_entry()
         reader.reload()
-        assert reader.winner(make_key())
+        assert reader.winners(make_key())
     assert list(other.parent.iterdir()) == [other]
     assert other.read_bytes() == content
 
@@ -487,10 +495,10 @@ def test_what_is_no_file_is_set_aside(tmp_path, make):
     used = make_db(tmp_path)
     make(used.path)
     with one_warning("not a regular file"):
-        assert used.winner(make_key()) is None
+        assert not used.winners(make_key())
         assert used.record([make_entry()])
     assert used.path.with_name(f"{used.path.name}.bad-1").exists()
-    assert make_db(tmp_path).winner(make_key())
+    assert make_db(tmp_path).winners(make_key())
 
 
 def test_an_earlier_bad_file_is_kept(tmp_path):
@@ -498,7 +506,7 @@ def test_an_earlier_bad_file_is_kept(tmp_path):
         used = make_db(tmp_path)
         used.path.write_bytes(content)
         with one_warning("set aside as"):
-            used.winner(make_key())
+            used.winners(make_key())
     kept = [used.path.with_name(f"{used.path.name}.bad-{n}").read_bytes() for n in (1, 2)]
     assert kept == [b"first", b"second"]
 
@@ -513,7 +521,7 @@ def test_a_bad_file_that_a_writer_has_just_replaced_is_not_renamed(tmp_path, mon
         return locked(self, *arguments)
 
     monkeypatch.setattr(TuningDB, "_locked", late)
-    assert reader.winner(make_key())
+    assert reader.winners(make_key())
     assert list(tmp_path.glob("*.bad-*")) == []
 
 
@@ -524,12 +532,12 @@ def test_a_newer_schema_is_read_as_empty_and_never_overwritten(tmp_path, first):
     used.path.write_bytes(content)
     with one_warning("schema 2 is newer"):
         if first == "look-up":
-            assert used.winner(make_key()) is None
+            assert not used.winners(make_key())
             assert list(tmp_path.iterdir()) == [used.path]
         assert not used.record([make_entry()], [make_receipt()])
         assert not used.record([make_entry(make_key(512))])
-        assert used.winner(make_key()).entry == make_entry()
-        assert used.winner(make_key(512))
+        assert used.winners(make_key())[0].entry == make_entry()
+        assert used.winners(make_key(512))
         assert used.receipt("ffaf")
     assert used.path.read_bytes() == content
     assert list(tmp_path.glob("*.bad-*")) == []
@@ -539,14 +547,18 @@ def test_a_file_that_may_not_be_read_is_left_alone(tmp_path, monkeypatch):
     used = make_db(tmp_path)
     used.path.write_bytes(good_bytes())
 
-    def refuse(path):
-        raise PermissionError(errno.EACCES, "Permission denied")
+    path_open = Path.open
+
+    def refuse(path, mode="r"):
+        if path == used.path:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return path_open(path, mode)
 
     with one_warning("Permission denied"), monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", refuse)
-        assert used.winner(make_key()) is None
+        patch.setattr(Path, "open", refuse)
+        assert not used.winners(make_key())
         assert not used.record([make_entry(make_key(512))])
-        assert used.winner(make_key(512))
+        assert used.winners(make_key(512))
     assert used.path.read_bytes() == good_bytes()
 
 
@@ -622,8 +634,8 @@ def test_what_cannot_be_written_stays_in_memory_with_one_warning(tmp_path, monke
         assert not used.record([make_entry()], [make_receipt(seq_lens=(512,))])
         assert not used.record(receipts=[make_receipt(seq_lens=(1024,))])
         used.reload()
-        assert used.winner(make_key()).entry == make_entry()
-        assert used.winner(make_key(512))
+        assert used.winners(make_key())[0].entry == make_entry()
+        assert used.winners(make_key(512))
         assert used.receipt("ffaf").seq_lens == (512, 1024)
     assert used.path.read_bytes() == before
     assert list(tmp_path.glob("*.tmp")) == []
@@ -646,7 +658,7 @@ def test_a_folder_that_cannot_be_made(tmp_path, folder):
     used = make_db(tmp_path / folder)
     with one_warning("cannot be written"):
         assert not used.record([make_entry()])
-        assert used.winner(make_key())
+        assert used.winners(make_key())
     with used.tuning_lock(60) as acquired:
         assert acquired
 
@@ -664,11 +676,11 @@ def test_without_a_home_everything_stays_in_memory(tmp_path, monkeypatch, cache_
     monkeypatch.delenv("TUNEDQK_CACHE_DIR")
     monkeypatch.setattr(platformdirs, "user_cache_path", cache_path)
     used = TuningDB(GPU, others=[])
-    assert used.winner(make_key()) is None
+    assert not used.winners(make_key())
     with one_warning("TUNEDQK_CACHE_DIR"):
         assert not used.record([make_entry()])
         assert not used.record(receipts=[make_receipt()])
-    assert used.winner(make_key())
+    assert used.winners(make_key())
     assert used.receipt("ffaf")
     assert list(tmp_path.iterdir()) == []
 
@@ -691,14 +703,22 @@ def test_the_umask_is_respected(tmp_path, umask):
 
 def as_if_owned(monkeypatch, path, owner, folder_owner, user):
     """As if this user read a file of that owner in a folder of that one."""
-    stat_of = Path.stat
+    stat_of, fstat = Path.stat, os.fstat
+    inode = path.stat().st_ino
+
+    def owned(found, uid):
+        return os.stat_result((*found[:4], uid, *found[5:10]))
 
     def fake(self, **named):
         found = stat_of(self, **named)
-        uid = {path: owner, path.parent: folder_owner}.get(self)
-        return found if uid is None else os.stat_result((*found[:4], uid, *found[5:10]))
+        return owned(found, folder_owner) if self == path.parent else found
+
+    def fake_of_open(descriptor):  # what was read, whatever has taken its place since
+        found = fstat(descriptor)
+        return owned(found, owner) if found.st_ino == inode else found
 
     monkeypatch.setattr(Path, "stat", fake)
+    monkeypatch.setattr(os, "fstat", fake_of_open)
     monkeypatch.setattr(os, "geteuid", lambda: user)
 
 
@@ -716,18 +736,24 @@ def as_if_owned(monkeypatch, path, owner, folder_owner, user):
 )
 @pytest.mark.parametrize("where", ["user", "others"])
 def test_a_planted_receipt_does_not_count(tmp_path, monkeypatch, owner, folder_owner, believed, where):
-    entry, receipt = make_entry(), make_receipt()
+    entry, receipt, bad = make_entry(), make_receipt(), make_receipt(binary="bad", verdict="crashed")
     path = make_db(tmp_path / "shared").path
-    assert make_db(tmp_path / "shared").record([entry], [receipt])
+    assert make_db(tmp_path / "shared").record([entry], [receipt, bad])
     as_if_owned(monkeypatch, path, owner, folder_owner, user=1001)
     used = make_db(tmp_path / "shared") if where == "user" else make_db(tmp_path / "own", path.parent)
-    with contextlib.nullcontext() if believed else one_warning("its receipts do not count"):
-        assert used.winner(entry.key).entry == entry  # which is validated
+    with contextlib.nullcontext() if believed else one_warning("its good receipts do not count"):
+        assert used.winners(entry.key)[0].entry == entry  # which is validated
         assert used.receipt(receipt.binary) == (receipt if believed else None)
+        assert used.receipt("bad") == bad  # what is refused costs speed, at worst
         # Nor does it begin to count when it is saved under our name.
         assert used.record(receipts=[make_receipt(binary="aaaa")])
     monkeypatch.undo()
     assert (make_db(tmp_path / "shared").receipt(receipt.binary) is not None) == (believed or where == "others")
+
+
+def test_a_file_whose_folder_is_gone_is_planted(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1001)
+    assert db._is_planted(tmp_path / "gone" / "file.json", owner=1003)
 
 
 # Locks
@@ -739,12 +765,12 @@ def test_a_lock_that_never_comes_costs_one_bounded_wait(tmp_path, monkeypatch, h
     used.path.write_bytes(good_bytes())
     monkeypatch.setattr(db, "LOCK_TIMEOUT", 0.2)
     start = time.monotonic()
-    assert used.winner(make_key())
+    assert used.winners(make_key())
     with one_warning("its lock is taken"):
         assert not used.record([make_entry(make_key(512))])
         monkeypatch.setattr(db, "LOCK_TIMEOUT", 100)
         assert not used.record([make_entry(make_key(2048))])
-    assert make_db(tmp_path).winner(make_key())
+    assert make_db(tmp_path).winners(make_key())
     assert time.monotonic() - start < 10
     assert used.path.read_bytes() == good_bytes()
     held_lock()
@@ -757,7 +783,7 @@ def test_a_bad_file_is_read_as_empty_while_a_writer_holds_the_lock(tmp_path, hel
     reader = make_db(tmp_path)
     reader.path.write_bytes(b"")
     with one_warning("left alone and read as empty"):
-        assert reader.winner(make_key()) is None
+        assert not reader.winners(make_key())
     assert reader.path.read_bytes() == b""
 
 
@@ -790,7 +816,7 @@ def test_threads_share_a_db(tmp_path):
         for j in range(5):
             key = make_key(512 << j, 16 * (i + 1))
             saved = shared.record([make_entry(key)], [make_receipt(seq_lens=(512 << j,)), make_receipt(f"{i}-{j}")])
-            if not (saved and shared.winner(key) and shared.receipt(f"{i}-{j}")):
+            if not (saved and shared.winners(key) and shared.receipt(f"{i}-{j}")):
                 failures.append(key)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
@@ -809,10 +835,10 @@ def tune_same_key(worker, barrier, folder, rounds):
     for n in range(rounds):
         mine = make_db(folder / str(n))
         barrier.wait(60)
-        found = mine.winner(make_key())
-        assert found is None or found.entry.key == make_key()
+        found = mine.winners(make_key())
+        assert not found or found[0].entry.key == make_key()
         assert mine.record([make_entry(chunk=16 << worker)], [make_receipt(str(worker))])
-        assert mine.winner(make_key())
+        assert mine.winners(make_key())
 
 
 @pytest.mark.parametrize("rounds", [15, pytest.param(50, marks=pytest.mark.stress)])

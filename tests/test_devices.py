@@ -11,7 +11,7 @@ import torch
 from conftest import ON_GPU
 from reference import assert_scores, make_inputs
 
-from tunedqk import db, ready, resolve, tune
+from tunedqk import db, launch, ready, resolve, tune
 from tunedqk import device as device_module
 from tunedqk.call import Slot
 from tunedqk.config import KernelConfig, default_config, tuning_key
@@ -56,6 +56,14 @@ def resolver_on(device, monkeypatch):
     return make
 
 
+def test_binaries_of_another_device_are_not_forgotten(monkeypatch):
+    monkeypatch.setattr(launch, "interpreting", lambda: False)
+    mine, other = ((index, VARIANT, ODD) for index in (0, 1))
+    monkeypatch.setattr(launch, "_compiled", {mine: None, other: None})
+    launch.forget(torch.device("cuda", 1))
+    assert list(launch._compiled) == [mine]
+
+
 def store(identity, config, key=KEY):
     entry = Entry(key, config, Timing(10.0, 9.0, 11.0, 1024, None, 1.0), {}, toolchain(), "2026-01-02T03:04:05Z")
     assert TuningDB(identity).record(entries=[entry])
@@ -73,7 +81,7 @@ def test_each_kind_is_tuned_and_validated_for_itself(resolver_on, other):
         binary = resolver.resolve(VARIANT, 40)
         assert resolver.tunings == 1
         assert resolver.door.validations == len(FEW)
-        assert binary.config == resolver.db.winner(KEY).entry.config
+        assert binary.config == resolver.db.winners(KEY)[0].entry.config
     files = [file_of(resolver) for resolver in resolvers]
     assert [file.gpu for file in files] == [A40, other]
     assert resolvers[0].db.path != resolvers[1].db.path

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -75,7 +76,7 @@ def kill_from_outside():
     done = Path(os.environ["TUNEDQK_TEST_DONE"])
     if not done.exists():
         done.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), int(os.environ["TUNEDQK_TEST_SIGNAL"]))
 
 
 def raise_bug():
@@ -83,6 +84,7 @@ def raise_bug():
 
 
 def poison():
+    accept.Door._has_context = lambda _: False
     raise RuntimeError("an illegal memory access was encountered\nand more")
 
 
@@ -99,7 +101,6 @@ def hanging(*arguments):
 
 
 def poisoned(*arguments):
-    accept.Door._has_context = lambda _: False
     serve_faulty(arguments, at_launch=poison)
 
 
@@ -112,7 +113,19 @@ def all_segfaulting(*arguments):
 
 
 def killed_once(*arguments):
-    serve_faulty(arguments, at_launch=None, at_build=kill_from_outside)
+    if os.environ["TUNEDQK_TEST_WHEN"] == "build":
+        serve_faulty(arguments, at_build=kill_from_outside)
+    else:  # then it is alone in flight
+        accept.Door._check = lambda *_: validate.Verdict(validate.CORRECT)
+        accept.Door._check_length = _check_length_killed
+        serve_few(arguments)
+
+
+def _check_length_killed(self, binary, _):
+    with self.launching(binary):
+        if binary.config == GUILTY:
+            kill_from_outside()
+    return validate.Verdict(validate.CORRECT)
 
 
 def buggy(*arguments):
@@ -123,6 +136,28 @@ def buggy(*arguments):
 
     pretune.tune = failing
     serve_faulty(arguments)
+
+
+def forgetful(*arguments):
+    TuningDB.receipt = lambda *_: None
+    segfaulting(*arguments)
+
+
+def patient(*arguments):
+    """Waits, with nothing in flight, as for another process that tunes."""
+    whole = pretune.tune
+
+    def late(*rest, **named):
+        time.sleep(4)
+        return whole(*rest, **named)
+
+    pretune.tune = late
+    serve_few(arguments)
+
+
+def lost_before(*arguments):
+    accept.Door._has_context = lambda _: False
+    serve_few(arguments)
 
 
 def never_serving(*_):
@@ -250,7 +285,7 @@ def test_the_worker_sees_the_gpu_that_was_chosen_by_its_uuid(cache_dir):
         command, env=os.environ | {"CUDA_VISIBLE_DEVICES": f"GPU-{uuid}"}, capture_output=True, text=True, check=False
     )
     assert process.returncode == 0, process.stderr
-    assert TuningDB(identity_of(pretune.current_device()), None, []).winner(KEY) is not None
+    assert TuningDB(identity_of(pretune.current_device()), None, []).winners(KEY)
 
 
 def test_it_is_not_tried_again(pretuned, caplog):
@@ -286,8 +321,12 @@ def test_when_all_crash_the_key_fails_and_nothing_wins(pretuned):
     assert set(verdicts(db).values()) == {"crashed"}
 
 
-def test_who_is_killed_from_outside_is_not_guilty(pretuned, caplog, tmp_path, monkeypatch):
+@pytest.mark.parametrize("when", ["build", "launch"])
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGINT"])
+def test_who_is_killed_from_outside_is_not_guilty(pretuned, caplog, tmp_path, monkeypatch, name, when):
     monkeypatch.setenv("TUNEDQK_TEST_DONE", str(tmp_path / "done"))
+    monkeypatch.setenv("TUNEDQK_TEST_SIGNAL", str(int(getattr(signal, name))))
+    monkeypatch.setenv("TUNEDQK_TEST_WHEN", when)
     (outcome,), db = pretuned(killed_once)
     assert (tmp_path / "done").exists()
     assert outcome.tuned
@@ -327,10 +366,144 @@ def test_a_worker_that_dies_for_no_reason_fails_its_key(pretuned):
 
 def test_where_nothing_can_be_saved_it_is_still_not_tried_again(pretuned, tmp_path, caplog):
     (tmp_path / "out").touch()  # no folder: nothing can be written
+    pretuner = IsolatedPretuner(pretune.resolver_for_folder(tmp_path / "out"), tmp_path / "out", serve=segfaulting)
     with pytest.warns(match="cannot be written|left alone"):
-        (outcome,), _ = pretuned(segfaulting)
+        (outcome,) = pretuner.run([KEY], lambda _: None)
     assert outcome.entry.config == INNOCENT
+    assert not outcome.saved
+    assert [found.entry for found in pretuner.resolver.db.winners(KEY)] == [outcome.entry]  # here at least it is kept
     assert len([record for record in caplog.records if "SIGSEGV" in record.message]) == 1
+
+
+def test_what_it_condemned_is_not_tried_again_though_no_receipt_can_be_read(pretuned, caplog):
+    (outcome,), _ = pretuned(forgetful)
+    assert outcome.entry.rejected == {validate.CRASHED: 1}
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.skipif(ON_GPU, reason="there building takes longer than this patience")
+def test_the_worker_may_wait_for_others_as_long_as_it_takes(pretuned):
+    (outcome,), _ = pretuned(patient, patience=2)
+    assert outcome.entry.rejected == {}
+
+
+def _listen(connection, patience):
+    worker = object.__new__(isolation._Worker)
+    worker._connection, worker._patience = connection, patience
+    connection.send("listening")
+    heard = worker._speaks()
+    connection.send(heard)
+
+
+def test_the_time_in_which_the_parent_is_stopped_does_not_count(cache_dir):
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_listen, args=(theirs, 3))
+    process.start()
+    assert ours.recv() == "listening"
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(3.5)
+    os.kill(process.pid, signal.SIGCONT)
+    time.sleep(0.5)
+    ours.send("a word")
+    assert ours.recv() is True
+    process.join()
+
+
+def test_a_context_that_was_lost_before_is_nobodys_fault(pretuned):
+    (outcome,), db = pretuned(lost_before)
+    assert "no candidate alone is to blame" in outcome.error
+    assert "lost its GPU context" in outcome.error
+    assert db.receipts() == []
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """A pretuner whose worker survives whatever it is asked, and a list of that."""
+    pretuner = IsolatedPretuner(pretune.resolver_for_folder(tmp_path))
+    asked = []
+
+    def ask(request):
+        asked.append(request.only)
+        return isolation.Survived()
+
+    monkeypatch.setattr(pretuner, "_ask", ask)
+    return pretuner, asked
+
+
+def death(*in_flight):
+    return isolation.Death(validate.Verdict(validate.CRASHED, what="SIGSEGV"), in_flight)
+
+
+def test_what_was_being_launched_is_suspected_first(alone):
+    pretuner, asked = alone
+    variant = tune.tuned_variant(KEY)
+    building, launching = accept.Trial(variant, INNOCENT), accept.Trial(variant, GUILTY, "abc")
+    assert not pretuner._convict(KEY, death(building, launching))
+    assert asked == [GUILTY, INNOCENT]
+
+
+def test_a_launched_binary_is_condemned_and_its_twin_in_the_compiler_is_not(alone):
+    pretuner, asked = alone
+    variant = tune.tuned_variant(KEY)
+    launching = accept.Trial(variant, GUILTY, "abc")
+    assert pretuner._convict(KEY, death(accept.Trial(accept.float32_twin(variant), GUILTY), launching))
+    assert [trial for trial, _ in pretuner._condemned] == [launching]
+    assert asked == []
+    assert not pretuner._convict(KEY, death(launching))  # in vain, and not without end
+
+
+def test_what_the_worker_found_is_seen_here(tmp_path):
+    pretuner = IsolatedPretuner(pretune.resolver_for_folder(tmp_path), tmp_path, serve=serve_all)
+    assert pretuner.resolver.db.winners(KEY) == ()
+    pretuner.run([KEY], lambda _: None)
+    assert len(pretuner.resolver.db.winners(KEY)) == 1
+
+
+def serve_all(*arguments):
+    serve_few(arguments)
+
+
+def test_by_force_it_tunes_what_has_a_winner(tmp_path):
+    for force, tuned in ((False, True), (False, False), (True, True)):
+        pretuner = IsolatedPretuner(pretune.resolver_for_folder(tmp_path), tmp_path, force=force, serve=serve_all)
+        assert [outcome.tuned for outcome in pretuner.run([KEY], lambda _: None)] == [tuned]
+
+
+def test_threads_tell_one_after_the_other():
+    ours, theirs = multiprocessing.Pipe()
+    reporter = isolation._Reporter(theirs)
+    long = "x" * 100_000  # sent in two parts
+    threads = [threading.Thread(target=lambda: [reporter.send(long) for _ in range(30)]) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    assert all(ours.recv() == long for _ in range(240))
+
+
+def test_the_worker_tunes_the_device_of_its_parent(tmp_path, monkeypatch):
+    pretuner = IsolatedPretuner(pretune.resolver_for_folder(tmp_path), tmp_path)
+    pretuner.resolver.device = torch.device("cuda", 1)
+    started = []
+
+    class Worker:
+        def __init__(self, arguments, *_):
+            started.append(arguments)
+            raise WorkerError
+
+    monkeypatch.setattr(isolation, "_Worker", Worker)
+    with pytest.raises(WorkerError):
+        pretuner.tune(KEY)
+    assert started == [(tmp_path, 1, False, [])]
+
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    ours, theirs = multiprocessing.Pipe()
+    thread = threading.Thread(target=isolation.serve, args=(theirs, *started[0]))
+    thread.start()
+    assert ours.recv() == isolation.Ready()
+    ours.close()
+    thread.join()
+    assert chosen == [1]
 
 
 def test_stopping_ends_the_worker(device):
@@ -350,8 +523,6 @@ def _run_and_tell(connection):
         while not multiprocessing.active_children():
             time.sleep(0.01)
         connection.send(multiprocessing.active_children()[0].pid)
-
-    import threading
 
     threading.Thread(target=tell, daemon=True).start()
     IsolatedPretuner(pretune.resolver_for_folder(None), serve=hanging).run([KEY], print)

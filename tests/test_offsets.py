@@ -149,6 +149,13 @@ def test_a_float32_output_takes_twice_the_memory(device, available, monkeypatch)
     assert check._block.numel() == 2 * elements
 
 
+def test_what_the_allocator_holds_unused_is_available(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 50)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 20)
+    assert offsets.available_memory(torch.device("cuda", 0)) == 130
+
+
 def test_an_allocation_that_fails_is_no_error(device, available, monkeypatch):
     available(PLENTY)
     check = OffsetCheck(torch.device(device), variant_of())

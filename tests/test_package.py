@@ -24,7 +24,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # A module imports from its own layer, without a cycle, or from one below it.
 LAYERS = (
-    {"config", "device", "errors"},
+    {"config", "device", "errors", "exits"},
     {"kernels", "records", "db"},
     {"compiler", "compile_pool"},
     {"launch", "inputs", "offsets", "validate", "accept", "arguments", "call", "timing", "floor", "workload"},

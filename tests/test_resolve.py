@@ -35,6 +35,7 @@ from tunedqk.errors import (
 from tunedqk.records import Entry, Timing
 from tunedqk.resolve import Mode, resolver_for
 from tunedqk.score import qk_score
+from tunedqk.serving import explain
 from tunedqk.timing import Sample
 
 KEY = tuning_key(1, 16, "float32", 1)
@@ -105,8 +106,8 @@ def store(device, config, key=KEY):
 
 
 def winner(device, key=KEY):
-    found = TuningDB(identity_of(target_of(device))).winner(key)
-    return found and found.entry.config
+    found = TuningDB(identity_of(target_of(device))).winners(key)
+    return found[0].entry.config if found else None
 
 
 def ready_configs():
@@ -363,13 +364,56 @@ def test_a_winner_whose_config_left_the_space_is_tuned_once_more(device, few, ca
     assert resolver_of(device).tunings == 1
 
 
+@pytest.fixture
+def shipped(device, cache_dir, tmp_path, monkeypatch):
+    """Stores a winner in a file that is only read."""
+    folder = tmp_path / "shipped"
+    monkeypatch.setenv("TUNEDQK_DB_PATH", str(folder))
+
+    def ship(config, key=KEY):
+        with monkeypatch.context() as patch:
+            patch.setenv("TUNEDQK_CACHE_DIR", str(folder))
+            store(device, config, key)
+
+    return ship
+
+
+def test_a_winner_that_left_the_space_does_not_hide_a_good_one_in_another_file(device, mode, shipped):
+    mode("strict")
+    store(device, GONE)
+    shipped(ODD)
+    call(device)
+    assert ready_configs() == [ODD]
+
+
+def test_a_neighbour_that_left_the_space_does_not_hide_another(device, mode, shipped):
+    mode("cached")
+    store(device, GONE, msgspec.structs.replace(KEY, seq_len=1024))
+    shipped(ODD, msgspec.structs.replace(KEY, seq_len=1024))
+    call(device)
+    assert ready_configs() == [ODD]
+
+
+def test_a_rejected_winner_does_not_hide_a_good_one_in_another_file(device, mode, few, shipped, monkeypatch, caplog):
+    mode("strict")
+    bad, good = few[:2]
+    store(device, bad)
+    shipped(good)
+    monkeypatch.setattr(accept, "build", mutants.builder(mutants.LAST_POSITION_SKIPPED, lambda _, c: c == bad))
+    call(device)
+    assert ready_configs() == [good]
+    assert len(warnings_of(caplog)) == 1
+    about = explain(*make_inputs(1, 1, 1, 40, 16, torch.float32, device))
+    assert (about.config, about.action, about.receipt.correct) == (good, "launch", True)
+
+
 @pytest.mark.gpu
 def test_a_winner_that_does_not_fit_this_gpu_is_a_miss(device, mode, monkeypatch):
     mode("strict")
     key = tuning_key(1, 16, "bfloat16", 16)
     large = max(tune.candidates(key, target_of(device)), key=lambda config: config.TILE_SIZE * config.num_stages)
     store(device, large, key)
-    assert resolver_of(device).winner(key).entry.config == large
+    assert resolver_of(device).winners(key)[0].entry.config == large
     monkeypatch.setattr(tune, "fits_shared_memory", lambda config, *_: config != large)
     with pytest.raises(MissingConfigError):
         call(device, dtype=torch.bfloat16, group=16)

@@ -8,6 +8,7 @@ import functools
 import itertools
 import threading
 from fractions import Fraction
+from types import SimpleNamespace
 
 import msgspec
 import mutants
@@ -22,8 +23,9 @@ from tunedqk.accept import float32_twin
 from tunedqk.builder import Builder
 from tunedqk.config import DEFAULT_GRID, KernelConfig, search_space, tuning_key
 from tunedqk.device import interpreting
-from tunedqk.errors import RejectedConfigError
+from tunedqk.errors import CrashedError, RejectedConfigError
 from tunedqk.inputs import Inputs
+from tunedqk.records import Receipt
 from tunedqk.tune import candidates, tuned_variant
 from tunedqk.validate import Validator, Verdict
 
@@ -479,6 +481,62 @@ def test_a_candidate_that_was_only_screened_gets_no_good_receipt(make_door):
     assert door.screen(door.build(variant_of(BF16), SMALL).binary, 512).correct
     assert door.db.receipts() == []
     assert door.validations == 1
+
+
+def test_a_screened_candidate_is_compared_at_another_bucket_too(make_door, monkeypatch):
+    make_door().accept(variant_of(), SMALL, 512)
+    monkeypatch.setattr(Validator, "check", forbidden)
+    monkeypatch.setattr(Validator, "check_length", lambda *_: Verdict(validate.WRONG_RESULT, None, "at seq_len 1024"))
+    door = make_door()
+    binary = door.build(variant_of(), SMALL).binary
+    assert door.screen(binary, 512).correct
+    assert door.screen(binary, 1024).verdict == validate.WRONG_RESULT
+
+
+def test_validated_again_only_a_good_receipt_is_put_to_the_test(make_door, monkeypatch):
+    door = make_door()
+    binary = door.accept(variant_of(), SMALL, 512)
+    door = make_door()
+    assert door.accept(variant_of(), SMALL, 512, again=True).hash == binary.hash
+    assert door.validations == 1
+    make_door().db.record(receipts=[Receipt(binary.hash, validate.CRASHED, None, "SIGSEGV", (), accept.now())])
+    monkeypatch.setattr(Validator, "check", forbidden)
+    with pytest.raises(RejectedConfigError, match="SIGSEGV"):
+        make_door().accept(variant_of(), SMALL, 512, again=True)
+
+
+def test_a_context_lost_to_somebody_else_is_held_against_no_binary(make_door, monkeypatch):
+    make_door().accept(variant_of(), SMALL, 512)
+    door = make_door()
+    monkeypatch.setattr(accept.Door, "_has_context", lambda _: False)
+    monkeypatch.setattr(Validator, "check", forbidden)
+    monkeypatch.setattr(Validator, "check_length", forbidden)
+    for config in (SMALL, KernelConfig(32, 32, 4)):
+        with pytest.raises(CrashedError, match="lost its GPU context"):
+            door.accept(variant_of(), config, 1024)
+    assert [receipt.correct for receipt in make_door().db.receipts()] == [True]
+
+
+def test_what_is_built_after_the_context_was_lost_is_not_called_uncompilable(make_door, monkeypatch):
+    def build(*_):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(accept, "build", build)
+    monkeypatch.setattr(accept.Door, "_has_context", lambda _: False)
+    with pytest.raises(CrashedError):
+        make_door().build(variant_of(), SMALL)
+
+
+@pytest.mark.parametrize("lost", [pytest.param(False, id="a capture elsewhere"), pytest.param(True, id="lost")])
+def test_a_context_that_may_not_be_waited_for_is_not_yet_lost(make_door, monkeypatch, lost):
+    def refuse(*_):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(query=refuse if lost else bool))
+    door = make_door()
+    door.device = torch.device("cuda", 0)
+    assert door._has_context() is not lost
 
 
 @pytest.mark.parametrize(

@@ -83,10 +83,9 @@ class Door:
 
     def condemn(self, trial: Trial, verdict: Verdict) -> None:
         """Never try this again: it took a process down. Where it was only being built, that holds for this process."""
+        self._refused[trial.variant, trial.config] = verdict
         if trial.binary:
             self._record(trial, verdict, ())
-        else:
-            self._refused[trial.variant, trial.config] = verdict
 
     @contextlib.contextmanager
     def building(self, variant: Variant, config: KernelConfig) -> Iterator[None]:
@@ -102,8 +101,10 @@ class Door:
     def launching(self, *binaries: Binary) -> Iterator[None]:
         """Around what launches binaries on tensors of our own, up to the wait for their results.
 
-        CrashedError when that costs the process its GPU context; an only binary then gets its receipt, too.
+        CrashedError when that costs the process its GPU context; an only binary then gets its receipt, too. It is
+        also raised, and nothing is launched, where the context was lost before.
         """
+        self._require_context()
         trials = [_trial_of(binary) for binary in binaries]
         for trial in trials:
             self.watcher.begins(trial)
@@ -114,10 +115,10 @@ class Door:
                 raise
             self.crashed = True
             if len(trials) == 1:
-                self.condemn(trials[0], Verdict(validate.CRASHED, what=_first_line(error)))
+                self.condemn(trials[0], Verdict(validate.CRASHED, what=first_line(error)))
             names = "; ".join(map(str, trials))
             raise CrashedError(
-                f"{names}: {_first_line(error)}. This process can use the GPU no more. Start another: `tunedqk "
+                f"{names}: {first_line(error)}. This process can use the GPU no more. Start another: `tunedqk "
                 "pretune` tries each candidate in a process that may crash, and stores which one it was"
             ) from error
         finally:
@@ -126,12 +127,23 @@ class Door:
                     self.watcher.ends(trial)
 
     def _has_context(self) -> bool:
-        if self.device.type == "cuda":
-            try:
-                torch.cuda.synchronize(self.device)
-            except RuntimeError:
-                return False
-        return True
+        """Whether the GPU can be used. All that runs on it is waited for: what fails later is another's doing."""
+        if self.device.type != "cuda":
+            return True
+        # The first is refused as well while another thread captures a graph; a lost context refuses everything.
+        for ask in (torch.cuda.synchronize, lambda device: torch.cuda.current_stream(device).query()):
+            with contextlib.suppress(RuntimeError):
+                ask(self.device)
+                return True
+        return False
+
+    def _require_context(self) -> None:
+        if self.crashed or not self._has_context():
+            self.crashed = True
+            raise CrashedError(
+                "this process has lost its GPU context, to a kernel that is not tunedqk's or that was named before: it "
+                "can use the GPU no more. Start another (CUDA_LAUNCH_BLOCKING=1 shows which kernel it is)"
+            )
 
     def build(self, variant: Variant, config: KernelConfig) -> Built:
         """Compile and load. What the compiler refuses is a verdict, not an error."""
@@ -141,25 +153,26 @@ class Door:
             try:
                 return Built(build(self.device, variant, config), Verdict(validate.CORRECT))
             except OutOfResources as error:
-                return Built(None, Verdict(validate.OUT_OF_RESOURCES, what=_first_line(error)))
+                return Built(None, Verdict(validate.OUT_OF_RESOURCES, what=first_line(error)))
             except (TritonError, RuntimeError) as error:  # RuntimeError: a failed compiler pass
-                return Built(None, Verdict(validate.DID_NOT_COMPILE, what=_first_line(error)))
+                self._require_context()
+                return Built(None, Verdict(validate.DID_NOT_COMPILE, what=first_line(error)))
 
     def accept(self, variant: Variant, config: KernelConfig, seq_len: int, *, again: bool = False) -> Binary:
         """The binary for launching at lengths of the bucket `seq_len`; RejectedConfigError if it fails validation.
 
         A receipt that covers the bucket suffices. Otherwise the whole list is checked, once; a 16-bit output also
         has its float32-output twin checked, since an error can hide under the rounding of 16 bits; and one comparison
-        is made at the bucket's own length. What comes out becomes a receipt. again: as if there were no receipt yet.
+        is made at the bucket's own length. What comes out becomes a receipt. again: a good receipt does not suffice.
         """
         self._work_ahead(variant, config, seq_len)
         binary, verdict = self.build(variant, config)
         if binary is not None:
-            receipt = None if again else self.db.receipt(binary.hash)
+            receipt = self.db.receipt(binary.hash)
             if receipt is not None and not receipt.correct:
                 verdict = _verdict_of(receipt)
-            elif receipt is None or seq_len not in receipt.seq_lens:
-                verdict = self._validate(binary, receipt, seq_len)
+            elif again or receipt is None or seq_len not in receipt.seq_lens:
+                verdict = self._validate(binary, None if again else receipt, seq_len)
             if verdict.correct:
                 return binary
         raise RejectedConfigError(
@@ -269,5 +282,6 @@ def _verdict_of(receipt: Receipt) -> Verdict:
     return Verdict(receipt.verdict, receipt.max_error, receipt.what)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says, as far as a receipt repeats it."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -34,9 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (CrashedError, WorkerError) as error:
         print(f"tunedqk {options.command}: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # the reader of our output, `head` say, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 
     verify = commands.add_parser(
         "verify", help="validate every winner again",
-        description="Validate every stored winner of this GPU again, receipt or not. Exit status 1 if one fails.",
+        description="Validate every stored winner of this GPU again, good receipt or not. Exit status 1 if one fails.",
         epilog="example: tunedqk verify",
     )  # fmt: skip
     verify.add_argument("--out", type=Path, metavar="FOLDER", help="verify the file in this folder")
@@ -102,6 +99,8 @@ def _dtypes(text: str) -> tuple[str, ...]:
 def _console() -> Console:
     from rich.console import Console
 
+    if sys.stdout is None:  # closed by who started us
+        return Console(quiet=True)
     return Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
 
 

@@ -16,6 +16,7 @@ import msgspec
 
 from tunedqk.compiler import DONE, READY, STARTED
 from tunedqk.errors import CompilerCrashedError
+from tunedqk.exits import cause, is_crash
 
 if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
@@ -28,13 +29,11 @@ logger = logging.getLogger(__name__)
 # found in the current folder may be imported before.
 _COMPILER = """
 import sys
-sys.path[:], descriptors = eval(sys.argv[1])
+sys.path[:], *descriptors = eval(sys.argv[1])
 from tunedqk.compiler import main
-main(descriptors)
+main(*descriptors)
 """
 START_TIMEOUT = 60.0  # seconds until a process must be ready
-# Who sends these means no harm to the program that is being compiled: the system out of memory, or a person.
-FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM}
 
 
 def processors() -> int:
@@ -93,6 +92,7 @@ class CompilePool:
         self._lock = threading.Lock()
         self._count = count
         self._parent: subprocess.Popen[bytes] | None = None
+        self._lifeline: socket.socket | None = None  # they all end with it
         self._idle: list[_Connection] = []
         self._problem: object = None  # why there are no processes
 
@@ -110,13 +110,16 @@ class CompilePool:
             raise OSError("sys.executable is not set")
         with contextlib.ExitStack() as theirs:
             descriptors = []
-            for _ in range(self._count):
+
+            def connect() -> socket.socket:
                 our, their = socket.socketpair()
-                theirs.enter_context(their)
-                descriptors.append(their.fileno())
-                self._idle.append(_Connection(our))
+                descriptors.append(theirs.enter_context(their).fileno())
+                return our
+
+            self._lifeline = connect()
+            self._idle += [_Connection(connect()) for _ in range(self._count)]
             self._parent = subprocess.Popen(  # noqa: S603  our own code
-                [sys.executable, "-c", _COMPILER, repr(([str(folder) for folder in sys.path], descriptors))],
+                [sys.executable, "-c", _COMPILER, repr([[str(folder) for folder in sys.path], *descriptors])],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # what fails there is tried again, and reported, here
@@ -144,7 +147,7 @@ class CompilePool:
             with self._lock:
                 self._give_up("they have ended, or never began")
             return False
-        if status and status not in FROM_OUTSIDE:
+        if is_crash(status):
             raise CompilerCrashedError(f"the compiler crashed: {cause(status)}")
         return status == 0
 
@@ -162,16 +165,10 @@ class CompilePool:
         self.kill()
         while self._idle:
             self._idle.pop().close()
+        if self._lifeline is not None:
+            self._lifeline.close()
 
     def _give_up(self, problem: object) -> None:
         if self._problem is None:
             self._problem = problem
             logger.warning("tunedqk: no other process compiles (%s); in this one it is slower", problem)
-
-
-def cause(status: int) -> str:
-    """An exit status in words."""
-    try:
-        return signal.Signals(-status).name
-    except ValueError:
-        return f"exit status {status}"

@@ -132,19 +132,34 @@ def _fork(connection: socket.socket, others: Iterable[socket.socket]) -> int:
     return process
 
 
-def main(descriptors: list[int]) -> None:
+def _watch(lifeline: int, connections: Iterable[socket.socket]) -> None:
+    """Start a process that kills this session when a socket ends: a compilation does not see that nobody waits."""
+    if os.fork() == 0:
+        try:
+            for connection in connections:
+                connection.close()
+            os.read(lifeline, 1)
+        finally:
+            os.killpg(0, signal.SIGKILL)
+
+
+def main(lifeline: int, *descriptors: int) -> None:
     """Serve each of these sockets by a forked process, and by another when a program has taken it down.
 
-    Between them the socket says `died STATUS`, with a minus for a signal. Ends when all connections have ended.
+    Between them the socket says `died STATUS`, with a minus for a signal. Ends when all connections have ended, and
+    whatever is being compiled when the lifeline does, a socket whose other end is with who asks. Leads its session.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored signals are inherited, and this one would hide the dead
-    _prepare()
     connections = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+    _watch(lifeline, connections)
+    _prepare()
     serving = {_fork(connection, connections): connection for connection in connections}
     replacements = 0
     while serving:
         process, status = os.wait()
-        connection = serving.pop(process)
+        connection = serving.pop(process, None)
+        if connection is None:  # the one that watches
+            continue
         if status and replacements < MAX_REPLACEMENTS:
             replacements += 1
             with contextlib.suppress(OSError):  # nobody asks any more, or nothing more can be started

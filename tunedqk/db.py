@@ -74,30 +74,28 @@ def search_directories() -> list[Path]:
     return [*(Path(folder) for folder in listed if folder), shipped_directory()]
 
 
-def read_file(path: Path, gpu: GpuIdentity | None = None) -> GpuFile | None:
-    """The file at `path`, None where there is none. Raises BadFileError if it is unusable, or of another GPU model."""
+def _read_file(path: Path) -> tuple[GpuFile, int] | None:
+    """The file at `path` and its owner's id, None where there is none. Raises BadFileError if it is unusable."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe would wait for its writer
             raise BadFileError(path, "not a regular file", spoiled=True)
-        data = path.read_bytes()
+        with path.open("rb") as stream:
+            data, owner = stream.read(), os.fstat(stream.fileno()).st_uid
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise BadFileError(path, f"cannot be read ({error.strerror})", spoiled=False) from error
     try:
-        file = decode(data)
+        return decode(data), owner
     except ValueError as error:
         raise BadFileError(path, str(error), spoiled=not isinstance(error, NewerSchemaError)) from error
-    if gpu is not None and file.gpu.identity != gpu.identity:
-        raise BadFileError(path, f"made on {file.gpu.identity}, not on {gpu.identity}", spoiled=True)
-    return file
 
 
 def load_file(path: Path) -> GpuFile:
     """The file of any GPU model, for tools. Raises ValueError with the path and the reason."""
-    if (file := read_file(path)) is None:
+    if (found := _read_file(path)) is None:
         raise BadFileError(path, "no such file", spoiled=False)
-    return file
+    return found[0]
 
 
 def _write_file(path: Path, file: GpuFile) -> None:
@@ -124,15 +122,14 @@ def _levels_to_caller() -> int:
     return level
 
 
-def _is_planted(path: Path) -> bool:
+def _is_planted(path: Path, owner: int) -> bool:
     """Whether a file is somebody's who is neither this user, nor root, nor the owner of its folder."""
-    if not hasattr(os, "geteuid"):
+    if not hasattr(os, "geteuid") or owner in {os.geteuid(), 0}:
         return False
     try:
-        owner, *trusted = path.stat().st_uid, os.geteuid(), 0, path.parent.stat().st_uid
+        return owner != path.parent.stat().st_uid
     except OSError:  # gone meanwhile
         return True
-    return owner not in trusted
 
 
 class TuningDB:
@@ -152,23 +149,22 @@ class TuningDB:
         self._warned: set[str] = set()
         self._stuck = False
 
-    def winner(self, key: TuningKey) -> Found | None:
-        """The winner of exactly this key: the user's, else the first in the other files."""
-        return self._look().entries.get(key)
+    def winners(self, key: TuningKey) -> Sequence[Found]:
+        """The winners of exactly this key: the user's, then those of the other files."""
+        return self._look().entries.get(key, ())
 
-    def nearest(self, key: TuningKey) -> Found | None:
-        """The winner of the closest other bucket, at most a factor 4 away and else equal; of two, the larger's."""
+    def nearest(self, key: TuningKey) -> list[Found]:
+        """The winners of other buckets, at most a factor 4 away and else equal: closest first, of two the larger's."""
         buckets = (key.seq_len * 2, key.seq_len // 2, key.seq_len * 4, key.seq_len // 4)
-        found = (self.winner(msgspec.structs.replace(key, seq_len=bucket)) for bucket in buckets)
-        return next(filter(None, found), None)
+        return [found for bucket in buckets for found in self.winners(msgspec.structs.replace(key, seq_len=bucket))]
 
     def receipt(self, binary: str) -> Receipt | None:
         """The verdict on a binary: a bad one in any file before a correct one in another."""
         return self._look().receipts.get(binary)
 
     def entries(self) -> list[Found]:
-        """The winners of all keys, sorted by key."""
-        return sorted(self._look().entries.values(), key=lambda found: found.entry.key)
+        """The first winner of each key, sorted by key."""
+        return sorted((first for first, *_ in self._look().entries.values()), key=lambda found: found.entry.key)
 
     def receipts(self) -> list[Receipt]:
         """The verdicts on all binaries, sorted by hash."""
@@ -278,11 +274,14 @@ class TuningDB:
             return GpuFile(gpu=self._gpu)
 
     def _read_file(self, path: Path) -> GpuFile:
-        """A file's content; without its receipts if it was planted, so that whatever it names is validated."""
-        file = read_file(path, self._gpu) or GpuFile(gpu=self._gpu)
-        if file.receipts and _is_planted(path):
-            self._warn(f"{path}: its owner is neither you nor the owner of its folder; its receipts do not count")
-            file = msgspec.structs.replace(file, receipts=[])
+        """A file's content; if it was planted without its good receipts, so that whatever it names is validated."""
+        file, owner = _read_file(path) or (GpuFile(gpu=self._gpu), 0)
+        if file.gpu.identity != self._gpu.identity:
+            raise BadFileError(path, f"made on {file.gpu.identity}, not on {self._gpu.identity}", spoiled=True)
+        bad = [receipt for receipt in file.receipts if not receipt.correct]
+        if len(bad) < len(file.receipts) and _is_planted(path, owner):
+            self._warn(f"{path}: its owner is neither you nor the owner of its folder; its good receipts do not count")
+            file = msgspec.structs.replace(file, receipts=bad)
         return file
 
     def _leave_alone(self, error: BadFileError) -> None:

@@ -1,14 +1,15 @@
 """Pretuning in a process of its own, which may crash or hang: that costs the guilty candidate, and nobody else.
 
 The worker says what it is about to build or to launch, and when that is over. So when it dies, or says nothing for
-too long, it is known what was in flight. One config in flight is guilty. Several are tried one by one, each as if it
-were the only candidate, until one of them does it again. The guilty one's verdict is stored, another worker starts,
-and the key is tuned once more.
+too long, it is known what was in flight. One config in flight is guilty, unless the worker was killed by somebody.
+Several are tried one by one, each as if it were the only candidate, until one of them does it again. The guilty one's
+verdict is stored, another worker starts, and the key is tuned once more.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -20,9 +21,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from tunedqk.accept import Trial, Watcher
-from tunedqk.compile_pool import FROM_OUTSIDE, cause
+import torch
+
+from tunedqk.accept import Trial, Watcher, first_line
+from tunedqk.device import interpreting
 from tunedqk.errors import CrashedError, WorkerError
+from tunedqk.exits import cause, is_crash
 from tunedqk.pretune import Outcome, Pretuner, resolver_for_folder
 from tunedqk.validate import CRASHED, TIMED_OUT, Verdict
 
@@ -32,7 +36,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 120.0  # seconds that one build, or the launches of one binary, may take
+PATIENCE = 120.0  # seconds that one build may take, or what is launched between two notes
+INTERPRETER_PATIENCE = 3600.0  # there large shapes take minutes
+SLICE = 1.0  # seconds
 UNEXPLAINED_DEATHS = 2  # of the worker, after which a key is given up
 
 
@@ -94,12 +100,14 @@ class _Reporter(Watcher):
         self.send(Note(trial, begins=False))
 
 
-def serve(connection: Connection, folder: Path | None, force: bool, condemned: Condemned) -> None:
-    """What the worker does: answer requests until nobody makes any."""
+def serve(connection: Connection, folder: Path | None, index: int | None, force: bool, condemned: Condemned) -> None:
+    """What the worker does: answer requests about one GPU until nobody makes any."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the keyboard speaks to the parent, and the parent ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
     reporter = _Reporter(connection)
     try:
+        if index is not None:
+            torch.cuda.set_device(index)
         resolver = resolver_for_folder(folder)
         for trial, verdict in condemned:
             resolver.door.condemn(trial, verdict)
@@ -116,7 +124,7 @@ def serve(connection: Connection, folder: Path | None, force: bool, condemned: C
     except EOFError:  # nobody asks any more
         return
     except CrashedError as error:
-        reporter.send(Death(Verdict(CRASHED, what=str(error.__cause__).splitlines()[0])))
+        reporter.send(Death(Verdict(CRASHED, what=first_line(error.__cause__ or error))))
         os._exit(1)  # to clean up would need the context that is lost
     except BaseException:
         reporter.send(Failed(traceback.format_exc()))
@@ -164,20 +172,24 @@ class _Worker:
             self._connection.send(request)
             while True:
                 # Only a candidate may take too long: the worker may also be waiting for another one that tunes.
-                if not wait([self._connection], self._patience if in_flight else None):
+                if in_flight and not self._speaks():
                     return Death(Verdict(TIMED_OUT, what=f"no end after {self._patience:g} s"), tuple(in_flight))
                 message: Note | Outcome | Survived | Failed | Death = self._connection.recv()
-                if isinstance(message, Death):
-                    return message._replace(in_flight=tuple(in_flight))
+                if isinstance(message, Death):  # of its GPU context, which nothing loses that is still being built
+                    return message._replace(in_flight=tuple(trial for trial in in_flight if trial.binary))
                 if not isinstance(message, Note):
                     return message
                 (in_flight.append if message.begins else in_flight.remove)(message.trial)
         except (EOFError, OSError):
             status = self._status()
-            return Death(Verdict(CRASHED, what=cause(status)), () if status in FROM_OUTSIDE else tuple(in_flight))
+            return Death(Verdict(CRASHED, what=cause(status)), tuple(in_flight) if is_crash(status) else ())
+
+    def _speaks(self) -> bool:
+        """Wait for a word as long as a candidate may take; time in which this process was stopped does not count."""
+        return any(wait([self._connection], SLICE) for _ in range(math.ceil(self._patience / SLICE)))
 
     def end(self) -> None:
-        """Kill it: all that is finished is saved."""
+        """Kill it: what it could save is saved."""
         self._process.kill()
         self._process.join()
         self._connection.close()
@@ -192,14 +204,14 @@ class IsolatedPretuner(Pretuner):
         folder: Path | None = None,
         *,
         force: bool = False,
-        serve: Callable[[Connection, Path | None, bool, Condemned], None] = serve,
-        patience: float = PATIENCE,
+        serve: Callable[[Connection, Path | None, int | None, bool, Condemned], None] = serve,
+        patience: float | None = None,
     ) -> None:
         """folder: of the resolver's file, as for `resolver_for_folder`. serve: what the worker does."""
         super().__init__(resolver, force=force)
         self._folder = folder
         self._serve = serve
-        self._patience = patience
+        self._patience = patience or (INTERPRETER_PATIENCE if interpreting() else PATIENCE)
         self._condemned: Condemned = []
         self._worker: _Worker | None = None
 
@@ -218,6 +230,8 @@ class IsolatedPretuner(Pretuner):
         while True:
             answer = self._ask(Request(key))
             if isinstance(answer, Outcome):
+                if answer.entry is not None and not answer.saved:  # it would be lost with the worker
+                    self.resolver.db.record(entries=[answer.entry])
                 return answer._replace(seconds=time.perf_counter() - start)
             if isinstance(answer, Failed):
                 logger.error("tunedqk: pretuning %s failed:\n%s", key, answer.why)
@@ -232,23 +246,34 @@ class IsolatedPretuner(Pretuner):
             return Outcome(key, None, tuned=False, seconds=time.perf_counter() - start, error=why)
 
     def _convict(self, key: TuningKey, death: Death) -> bool:
-        """Find who took the worker down, and see to it that this is never tried again. False if nobody did."""
+        """See to it that who took the worker down is never tried again. False if that is nobody new."""
+        verdict, in_flight = self._repeated(key, death)
+        launched = tuple(trial for trial in in_flight if trial.binary)
+        condemned = {trial for trial, _ in self._condemned}
+        guilty = [trial for trial in launched or in_flight if trial not in condemned]
+        for trial in guilty:
+            logger.warning("tunedqk: %s: %s (%s)", trial, verdict.verdict, verdict.what)
+            self._condemned.append((trial, verdict))
+            self.resolver.door.condemn(trial, verdict)
+        return bool(guilty)
+
+    def _repeated(self, key: TuningKey, death: Death) -> Death:
+        """A death with one config in flight; if there were several, that of the first that alone does it again."""
         # What was being launched is the likelier.
         suspects = dict.fromkeys(trial.config for trial in sorted(death.in_flight, key=lambda trial: not trial.binary))
-        if len(suspects) > 1:
-            answers = (self._ask(Request(key, only=config)) for config in suspects)
-            death = next((answer for answer in answers if isinstance(answer, Death)), Death(death.verdict))
-        launched = tuple(trial for trial in death.in_flight if trial.binary)
-        for trial in launched or death.in_flight:
-            logger.warning("tunedqk: %s: %s (%s)", trial, death.verdict.verdict, death.verdict.what)
-            self._condemned.append((trial, death.verdict))
-            self.resolver.door.condemn(trial, death.verdict)
-        return bool(death.in_flight)
+        if len(suspects) == 1:
+            return death
+        for config in suspects:
+            answer = self._ask(Request(key, only=config))
+            if isinstance(answer, Death) and answer.in_flight:
+                return answer
+        return death._replace(in_flight=())
 
     def _ask(self, request: Request) -> Outcome | Survived | Failed | Death:
         """Ask the worker, which is started if there is none."""
         if self._worker is None:
-            self._worker = _Worker((self._folder, self.force, self._condemned), self._serve, self._patience)
+            arguments = (self._folder, self.resolver.device.index, self.force, self._condemned)
+            self._worker = _Worker(arguments, self._serve, self._patience)
         answer = self._worker.ask(request)
         if isinstance(answer, Failed | Death):
             self._end_worker()

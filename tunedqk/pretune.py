@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from tunedqk.records import Entry
     from tunedqk.workload import TimedShape
 
+LOCK_TIMEOUT = 600.0  # seconds for another process to finish a key; late is better than never: then both just tune
+
 
 class Outcome(NamedTuple):
     """What became of one key.
@@ -53,7 +55,7 @@ def resolver_for_folder(folder: Path | None) -> Resolver:
 
 def missing(keys: Iterable[TuningKey], resolver: Resolver) -> list[TuningKey]:
     """The keys that have no stored winner."""
-    return [key for key in keys if resolver.winner(key) is None]
+    return [key for key in keys if not resolver.winners(key)]
 
 
 def config_count(keys: Iterable[TuningKey], resolver: Resolver) -> int:
@@ -87,13 +89,12 @@ class Pretuner:
             entry = self._finished(key)
             if entry is not None:
                 return Outcome(key, entry, tuned=False, seconds=time.perf_counter() - start)
-            with db.tuning_lock(timeout=600.0):  # late is better than never: on a time-out both just tune
+            with db.tuning_lock(LOCK_TIMEOUT):
                 db.reload()  # another process may have tuned the key meanwhile
                 entry = self._finished(key)
                 if entry is not None:
                     return Outcome(key, entry, tuned=False, seconds=time.perf_counter() - start)
-                found = self.resolver.winner(key)
-                incumbent = found.entry.config if found is not None else None
+                incumbent = next((found.entry.config for found in self.resolver.winners(key)), None)
                 floor_us = None if interpreting() else self._floor_us
                 entry = tune(key, self.resolver.door, incumbent=incumbent, floor_us=floor_us)
                 saved = db.record(entries=[entry])
@@ -103,21 +104,22 @@ class Pretuner:
 
     def probe(self, key: TuningKey, config: KernelConfig) -> None:
         """Do with one candidate what tuning does with it, for nothing but to see whether the process survives that."""
-        with contextlib.suppress(NoAcceptedConfigError, TuningDeclinedError, torch.OutOfMemoryError):
+        declined = contextlib.suppress(NoAcceptedConfigError, TuningDeclinedError, torch.OutOfMemoryError)
+        with declined, self.resolver.db.tuning_lock(LOCK_TIMEOUT):
             tune(key, self.resolver.door, configs=[config])
 
     def _finished(self, key: TuningKey) -> Entry | None:
-        """The stored winner, if it is accepted here; validates it where its receipt is from another toolchain."""
-        found = self.resolver.winner(key)
-        if found is None or self.force:
+        """The first stored winner that is accepted here; validates where a receipt is from another toolchain."""
+        if self.force:
             return None
         try:
-            self.resolver.door.accept(tuned_variant(key), found.entry.config, key.seq_len)
-        except RejectedConfigError:
-            return None
+            for found in self.resolver.winners(key):
+                with contextlib.suppress(RejectedConfigError):
+                    self.resolver.door.accept(tuned_variant(key), found.entry.config, key.seq_len)
+                    return found.entry
         finally:
             self.resolver.door.release()
-        return found.entry
+        return None
 
     def _floor_us(self, shape: TimedShape) -> float:
         """Microseconds at the read+write floor; shapes that move the same bytes share it."""
@@ -128,7 +130,7 @@ class Pretuner:
 
 
 def verify(resolver: Resolver) -> Iterator[tuple[Entry, RejectedConfigError | None]]:
-    """Validate every stored winner again, receipt or not; yields each, with the error if it failed."""
+    """Validate every stored winner again unless its receipt is bad; yields each, with the error if it failed."""
     door = resolver.door
     entries = [found.entry for found in resolver.db.entries()]
     variants = {entry.key: tuned_variant(entry.key) for entry in entries}

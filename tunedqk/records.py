@@ -123,7 +123,7 @@ def merged(file: GpuFile, results: Iterable[Entry | Receipt]) -> GpuFile:
         if isinstance(result, Entry):
             entries[result.key] = result
         else:
-            receipts[result.binary] = _renewed(receipts.get(result.binary, result), result)
+            receipts[result.binary] = _strictest(receipts.get(result.binary, result), result)
     return GpuFile(
         gpu=file.gpu,
         entries=sorted(entries.values(), key=lambda entry: entry.key),
@@ -131,17 +131,17 @@ def merged(file: GpuFile, results: Iterable[Entry | Receipt]) -> GpuFile:
     )
 
 
-def _renewed(old: Receipt, new: Receipt) -> Receipt:
-    """The incoming one replaces; only correct ones unite their seq_lens."""
-    if not (old.correct and new.correct):
+def _strictest(old: Receipt, new: Receipt) -> Receipt:
+    """A bad one stays, and is never tried again: who found the same binary correct did not know of it, or was lucky.
+
+    Correct ones unite their seq_lens.
+    """
+    if not old.correct:
+        return old
+    if not new.correct:
         return new
     newer = max(new, old, key=lambda receipt: receipt.validated_at)
     return msgspec.structs.replace(newer, seq_lens=tuple(sorted({*old.seq_lens, *new.seq_lens})))
-
-
-def _strictest(one: Receipt, other: Receipt) -> Receipt:
-    """Between files, where neither renews the other: the bad one wins."""
-    return _renewed(one, other) if one.correct else one
 
 
 class Found(NamedTuple):
@@ -152,14 +152,14 @@ class Found(NamedTuple):
 
 
 class View(NamedTuple):
-    """Several files as one: of a key the first one's winner, of a binary the strictest receipt."""
+    """Several files as one: of a key the winners in the order of the files, of a binary the strictest receipt."""
 
-    entries: dict[TuningKey, Found]
+    entries: dict[TuningKey, list[Found]]
     receipts: dict[str, Receipt]
 
     def add(self, file: GpuFile, path: Path) -> None:
         """Put a file behind those before it."""
         for entry in file.entries:
-            self.entries.setdefault(entry.key, Found(entry, path))
+            self.entries.setdefault(entry.key, []).append(Found(entry, path))
         for receipt in file.receipts:
             self.receipts[receipt.binary] = _strictest(self.receipts.get(receipt.binary, receipt), receipt)

@@ -92,23 +92,20 @@ class Resolver:
                 f"{error}. Give another config, or none: then a tuned one is used", error.verdict
             ) from error
 
-    def winner(self, key: TuningKey) -> Found | None:
-        """The stored winner of a key. One that is no candidate of today's is none: its config left the space."""
-        found = self.db.winner(key)
-        return found if found is not None and is_candidate(found.entry.config, key, self.device) else None
+    def winners(self, key: TuningKey) -> list[Found]:
+        """The stored winners of a key, file by file. One that is no candidate of today's is none: it left the space."""
+        return [found for found in self.db.winners(key) if is_candidate(found.entry.config, key, self.device)]
 
     def _stored(self, key: TuningKey, variant: Variant) -> Binary | None:
-        """The stored winner's binary; a winner that fails validation is a miss."""
-        found = self.winner(key)
-        if found is None:
-            return None
-        try:
-            return self.door.accept(variant, found.entry.config, key.seq_len)
-        except RejectedConfigError as error:
-            if (key, found.entry.config) not in self._warned:
-                self._warned.add((key, found.entry.config))
-                logger.warning("tunedqk: the stored winner of %s in %s was rejected: %s", key, found.path, error)
-            return None
+        """The binary of the first stored winner that passes validation."""
+        for found in self.winners(key):
+            try:
+                return self.door.accept(variant, found.entry.config, key.seq_len)
+            except RejectedConfigError as error:
+                if (key, found.entry.config) not in self._warned:
+                    self._warned.add((key, found.entry.config))
+                    logger.warning("tunedqk: the stored winner of %s in %s was rejected: %s", key, found.path, error)
+        return None
 
     def _tuned(self, key: TuningKey, variant: Variant) -> Binary | None:
         """Tune, or take what another process has tuned meanwhile. None when that cannot be done now."""
@@ -156,9 +153,9 @@ class Resolver:
 
     def guesses(self, key: TuningKey) -> Iterator[tuple[str, KernelConfig]]:
         """Configs for a key that nothing is stored for, with where each comes from."""
-        nearest = self.db.nearest(key)
-        if nearest is not None and is_candidate(nearest.entry.config, key, self.device):
-            yield f"the winner of seq_len {nearest.entry.key.seq_len}", nearest.entry.config
+        for entry, _ in self.db.nearest(key):
+            if is_candidate(entry.config, key, self.device):
+                yield f"the winner of seq_len {entry.key.seq_len}", entry.config
         yield "the default config", default_config(key, interpreted=interpreting())
 
 

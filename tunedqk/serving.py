@@ -202,8 +202,7 @@ def _choices(resolver: Resolver, slot: Slot, key: TuningKey) -> Iterator[tuple[s
     if slot.config is not None:
         yield "config=", slot.config, None
         return
-    found = resolver.winner(key)
-    if found is not None:
+    for found in resolver.winners(key):
         yield "the stored winner", found.entry.config, found
     if mode() is Mode.CACHED:
         for origin, config in resolver.guesses(key):
