@@ -76,7 +76,7 @@ def test_after_warmup_a_call_does_nothing_but_launch(device, monkeypatch):
         pytest.fail("called")
 
     for owner, name in (
-        (tune, "tune"), (Door, "build"), (Door, "accept"), (launch, "build"), (TuningDB, "winner"),
+        (tune, "tune"), (Door, "build"), (Door, "accept"), (launch, "build"), (TuningDB, "winners"),
         (TuningDB, "receipt"), (builtins, "open"), (io, "open"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, forbidden)

@@ -268,11 +268,13 @@ def forget(device: torch.device, but: Collection[Variant] = ()) -> None:
     if interpreting():
         return
     index = _index(device)
-    for wanted in list(_compiled):  # a copy: another device's thread may be adding its own
-        if wanted[0] == index and wanted[1] not in but:
-            del _compiled[wanted]
-    with contextlib.suppress(AttributeError):
-        qk_score_kernel.device_caches.clear()  # where Triton, too, keeps all that was ever compiled
+    # A copy: another device's thread may be adding its own.
+    unwanted = [wanted for wanted in list(_compiled) if wanted[0] == index and wanted[1] not in but]
+    for wanted in unwanted:
+        del _compiled[wanted]
+    if unwanted:
+        with contextlib.suppress(AttributeError):
+            qk_score_kernel.device_caches.clear()  # where Triton, too, keeps all that was ever compiled
 
 
 def target_of(device: torch.device) -> GPUTarget:
