@@ -321,8 +321,10 @@ def test_when_all_crash_the_key_fails_and_nothing_wins(pretuned):
     assert set(verdicts(db).values()) == {"crashed"}
 
 
-@pytest.mark.parametrize("when", ["build", "launch"])
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGINT"])
+@pytest.mark.parametrize(
+    ("name", "when"),
+    [("SIGKILL", "build"), *((name, "launch") for name in ("SIGKILL", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGINT"))],
+)
 def test_who_is_killed_from_outside_is_not_guilty(pretuned, caplog, tmp_path, monkeypatch, name, when):
     monkeypatch.setenv("TUNEDQK_TEST_DONE", str(tmp_path / "done"))
     monkeypatch.setenv("TUNEDQK_TEST_SIGNAL", str(int(getattr(signal, name))))

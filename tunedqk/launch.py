@@ -18,6 +18,8 @@ from triton.runtime import driver
 from tunedqk.compiler import Program, compile_program
 from tunedqk.config import Blocking, KernelConfig, TuningKey, blocking, tuning_key
 from tunedqk.device import interpreting
+from tunedqk.kernels.loop import qk_score_loop_kernel
+from tunedqk.kernels.plain import read_kernel, read_write_kernel
 from tunedqk.kernels.vectorized import qk_score_kernel
 
 if TYPE_CHECKING:
@@ -273,8 +275,9 @@ def forget(device: torch.device, but: Collection[Variant] = ()) -> None:
     for wanted in unwanted:
         del _compiled[wanted]
     if unwanted:
-        with contextlib.suppress(AttributeError):
-            qk_score_kernel.device_caches.clear()  # where Triton, too, keeps all that was ever compiled
+        for kernel in (qk_score_kernel, qk_score_loop_kernel, read_kernel, read_write_kernel):
+            with contextlib.suppress(AttributeError):
+                kernel.device_caches.clear()  # where Triton, too, keeps all that was ever compiled
 
 
 def target_of(device: torch.device) -> GPUTarget:
