@@ -29,7 +29,7 @@ LAYERS = (
     {"compiler", "compile_pool"},
     {"launch", "inputs", "offsets", "validate", "accept", "arguments", "call", "timing", "floor", "workload"},
     {"builder", "tune"},
-    {"resolve", "ready", "compute", "op", "score", "serving", "pretune", "isolation"},
+    {"resolve", "ready", "compute", "sharding", "op", "score", "serving", "pretune", "isolation"},
     {"report", "cli"},
 )
 # What `import tunedqk.score` may load on top of torch and triton, besides the standard library.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # Each step of a decode loop is another seq_len; what is older than this many is not asked for again.
 MAX_CALLS = 1024
 
-_TENSOR_OR_NONE = (torch.Tensor, type(None))
+_PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 
 class Slot(NamedTuple):
@@ -35,7 +35,11 @@ class Slot(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call whose arguments were checked. slots: by whether the addresses are aligned; extents: bytes of q, k, out."""
+    """A call whose arguments were checked.
+
+    slots: by whether the addresses are aligned; extents: bytes of q, k, out; by_operator: whether torch has to see an
+    operator, since a gradient is wanted, or a tensor is of a kind that has its own ways with operators.
+    """
 
     sizes: Sizes
     out_shape: torch.Size
@@ -44,7 +48,7 @@ class Call(NamedTuple):
     geometry: Geometry
     slots: tuple[Slot, Slot]
     extents: tuple[int, int, int]
-    needs_grad: bool
+    by_operator: bool
 
     def slot(self, q: torch.Tensor, k: torch.Tensor) -> Slot:
         """The slot for these tensors' addresses."""
@@ -84,8 +88,8 @@ def call_of(
         traits = (
             *_traits(q), *_traits(k), None if out is None else _traits(out),
             layout, fill is None, out_dtype, config, needs_grad,
-            # What only looks like a tensor may have all traits of one.
-            isinstance(q, torch.Tensor), isinstance(k, torch.Tensor), isinstance(out, _TENSOR_OR_NONE),
+            # DTensors, fake tensors, and what only looks like a tensor, may have all traits of one.
+            type(q), type(k), type(out),
         )  # fmt: skip
         known = _calls.get(traits)
     except (AttributeError, TypeError, RuntimeError):  # no or odd tensors, or what does not hash: the checks say it
@@ -94,7 +98,8 @@ def call_of(
         return known
     sizes = check(q, k, layout, out, out_dtype)
     check_config(config)
-    call = _work_out(q, k, layout, fill, out, sizes, config, needs_grad=needs_grad)
+    by_operator = needs_grad or not {type(q), type(k), type(out)} <= _PLAIN
+    call = _work_out(q, k, layout, fill, out, sizes, config, by_operator=by_operator)
     if traits is not None:
         if len(_calls) >= MAX_CALLS:
             _calls.clear()
@@ -111,7 +116,7 @@ def _work_out(
     sizes: Sizes,
     config: KernelConfig | None,
     *,
-    needs_grad: bool,
+    by_operator: bool,
 ) -> Call:
     if out is None:
         out = torch.empty((sizes.batch, sizes.q_heads, sizes.seq_len), dtype=sizes.out_dtype, device="meta")
@@ -129,4 +134,4 @@ def _work_out(
         for addresses in (False, True)
     )
     extents = (extent(q), extent(k), extent(out))
-    return Call(sizes, out.shape, out.stride(), out.numel(), places, (unaligned, aligned), extents, needs_grad)
+    return Call(sizes, out.shape, out.stride(), out.numel(), places, (unaligned, aligned), extents, by_operator)

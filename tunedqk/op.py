@@ -1,4 +1,4 @@
-"""The call as an operator that torch knows: for torch.compile, and for gradients. Other calls do not go through it."""
+"""The call as an operator that torch knows: for torch.compile, gradients, DTensors. Others do not go through it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from tunedqk.arguments import check, check_config
 from tunedqk.call import call_of
 from tunedqk.compute import compute
 from tunedqk.config import KernelConfig
+from tunedqk.sharding import ensure_rule, is_distributed
 
 NO_HINT = "-"
 
@@ -114,33 +115,22 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 _score.register_autograd(_backward, setup_context=_save)
 
 
-def differentiable(
+def apply(
     q: torch.Tensor,
     k: torch.Tensor,
     scale: float,
-    layout: str,
-    out_dtype: torch.dtype | None,
-    config: KernelConfig | None,
-) -> torch.Tensor:
-    """The scores, with a gradient for q and k."""
-    scores: torch.Tensor = _score(q, k, scale, layout, out_dtype, _encoded(config))
-    return scores
-
-
-def compiled(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    scale: float | None,
     layout: str,
     fill: float | None,
     out: torch.Tensor | None,
     out_dtype: torch.dtype | None,
     config: KernelConfig | None,
 ) -> torch.Tensor:
-    """The call as torch.compile sees it: arguments are checked when the operator's result is worked out."""
-    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    """The call by an operator; torch.compile can follow this."""
+    sharded = ensure_rule()
     if out is None:
-        scores: torch.Tensor = _score(q, k, factor, layout, out_dtype, _encoded(config))
+        scores: torch.Tensor = _score(q, k, scale, layout, out_dtype, _encoded(config))
         return scores
-    _score_out(q, k, out, factor, layout, None if fill is None else float(fill), out_dtype, _encoded(config))
+    if sharded and is_distributed(q, k, out):
+        raise TypeError("out: expected None where q, k or out is a DTensor, got a tensor")
+    _score_out(q, k, out, scale, layout, fill, out_dtype, _encoded(config))
     return out

@@ -66,13 +66,15 @@ def qk_score(
     """
     if torch._C._is_any_autocast_enabled() and out is None:  # noqa: SLF001  the public question is asked per device type
         q, k = _autocast(q, k)
-    if torch.compiler.is_dynamo_compiling():
-        return op.compiled(q, k, scale, layout, fill, out, out_dtype, config)
+    if torch.compiler.is_dynamo_compiling():  # the tensors are checked when the operator's result is worked out
+        factor = q.shape[-1] ** -0.5 if scale is None else check_number("scale", scale)
+        fill = None if fill is None else check_number("fill", fill)
+        return op.apply(q, k, factor, layout, fill, out, out_dtype, config)
     call = call_of(q, k, layout, fill, out, out_dtype, config)
     factor = call.sizes.head_dim**-0.5 if scale is None else check_number("scale", scale)
     fill = None if fill is None else check_number("fill", fill)
-    if call.needs_grad:
-        return op.differentiable(q, k, factor, layout, out_dtype, config)
+    if call.by_operator:
+        return op.apply(q, k, factor, layout, fill, out, out_dtype, config)
     return compute(q, k, factor, layout, fill, out, call)
 
 

@@ -1,0 +1,88 @@
+"""What each process does under torchrun: calls on DTensors. The first one prints what came of them, as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+
+from tunedqk.score import qk_score
+
+BATCH, SEQ_LEN, HEAD_DIM = 4, 11, 16
+
+
+def placements(text):
+    """`r0` is replicated over the mesh's first dimension and sharded by batch over its second."""
+    return [Replicate() if letter == "r" else Shard(int(letter)) for letter in text]
+
+
+def letters(of):
+    return "".join("r" if isinstance(one, Replicate) else str(one.dim) if isinstance(one, Shard) else "?" for one in of)
+
+
+def case(mesh, layout, kv_heads, q_placed, k_placed, compiled):
+    """Where the scores lie, how often processes communicated; raises if they are not those of a call on one of them."""
+    torch.manual_seed(1)
+    q_heads = 8 if kv_heads == 1 else 2 * kv_heads
+    q, k = torch.randn(BATCH, q_heads, HEAD_DIM), torch.randn(BATCH, SEQ_LEN, kv_heads, HEAD_DIM)
+    if layout == "HND":
+        k = k.transpose(1, 2).contiguous()
+    expected = qk_score(q, k, layout=layout)
+    q_sharded, k_sharded = (
+        distribute_tensor(x, mesh, placements(placed)) for x, placed in ((q, q_placed), (k, k_placed))
+    )
+    if compiled:  # which cannot be watched
+        torch._dynamo.reset()
+        scores = torch.compile(qk_score, fullgraph=True, backend="aot_eager")(q_sharded, k_sharded, layout=layout)
+        moved = 0
+    else:
+        with CommDebugMode() as communication:
+            scores = qk_score(q_sharded, k_sharded, layout=layout)
+        moved = communication.get_total_counts()
+    torch.testing.assert_close(scores.full_tensor(), expected, rtol=0, atol=0)
+    return letters(scores.placements), moved
+
+
+def gradients(mesh, q_placed, k_placed):
+    """Raises if they are not those of a call on one process."""
+    torch.manual_seed(2)
+    q, k = torch.randn(BATCH, 8, HEAD_DIM), torch.randn(BATCH, SEQ_LEN, 4, HEAD_DIM)
+    ours = [distribute_tensor(x, mesh, placements(p)).requires_grad_() for x, p in ((q, q_placed), (k, k_placed))]
+    scores = qk_score(*ours, scale=None)
+    weights = torch.randn(scores.shape)
+    scores.backward(distribute_tensor(weights, mesh, scores.placements))
+    one = [x.requires_grad_() for x in (q, k)]
+    qk_score(*one, scale=None).backward(weights)
+    for sharded, whole in zip(ours, one, strict=True):
+        torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad)
+    return "", 0
+
+
+def refused(mesh):
+    """What the errors say where `out` is given."""
+    q, k, out = (distribute_tensor(torch.zeros(*s), mesh, [Replicate()]) for s in ((1, 2, 4), (1, 3, 2, 4), (1, 2, 3)))
+    messages = []
+    for arguments in ((q, k, out), (q.to_local(), k.to_local(), out)):
+        try:
+            qk_score(*arguments[:2], out=arguments[2])
+        except TypeError as error:
+            messages.append(str(error))
+    return messages
+
+
+def main():
+    shape, cases = json.loads(sys.argv[1])
+    mesh = init_device_mesh("cpu", shape)
+    work = {"case": case, "gradients": gradients, "refused": refused}
+    answers = [work[name](mesh, *arguments) for name, *arguments in cases]
+    if dist.get_rank() == 0:
+        print("answers", json.dumps(answers))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
