@@ -55,7 +55,7 @@ def qk_score(
     result is computed by torch operations, or by the kernels under TRITON_INTERPRET=1.
 
     Without `out` there is a gradient for q and k. Under autocast q and k are cast as torch.matmul would. torch.compile
-    sees one operator.
+    sees one operator. DTensors sharded over batch, heads, or (k alone) positions give scores sharded likewise.
 
     Raises:
         TypeError, ValueError: an argument does not fit; nothing was launched or written.
