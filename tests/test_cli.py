@@ -303,6 +303,17 @@ def test_results_that_cannot_be_saved_are_told(run, capsys, tmp_path, monkeypatc
     assert "2 results could not be saved in" in capsys.readouterr().err
 
 
+def test_verify_is_of_the_winners_that_calls_use(run, tmp_path, monkeypatch):
+    run("pretune", *ONE_SHAPE, "--seq-lens", "512", "--out", tmp_path / "shipped")
+    (found,) = resolver_for_folder(tmp_path / "shipped").db.entries()
+    gone = msgspec.structs.replace(found.entry, config=KernelConfig(16, 16, num_warps=4))
+    monkeypatch.setenv("TUNEDQK_DB_PATH", str(tmp_path / "shipped"))
+    monkeypatch.setattr("tunedqk.db.shipped_directory", lambda: tmp_path / "none")
+    resolver = resolver_for_folder(None)
+    assert resolver.db.record(entries=[gone])
+    assert [(entry.config, error) for entry, error in pretune.verify(resolver)] == [(found.entry.config, None)]
+
+
 def test_verify_does_not_launch_what_is_known_to_crash(run, tmp_path, monkeypatch):
     out = ("--out", tmp_path / "out")
     run("pretune", *ONE_SHAPE, "--seq-lens", "512", *out)

@@ -306,6 +306,26 @@ def test_a_compilation_without_end_ends_with_the_process_that_waits_for_it(tmp_p
     assert _ends(group)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_fork_of_the_process_that_waits_does_not_keep_a_compilation_alive(tmp_path):
+    began = tmp_path / "began"
+    fork = "pool.start()\nif os.fork() == 0:\n    time.sleep(120)\n    os._exit(0)"
+    code = "import os, time\n" + COMPILE_FOR_EVER.replace("pool.start()", fork)
+    command = [sys.executable, "-c", code, str(began)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        group = int(process.stdout.readline())
+        deadline = time.monotonic() + 60
+        while not began.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        (sleeper,) = set(_children(process.pid)) - {group}
+        process.kill()
+        process.stdout.close()
+        ended = _ends(group)
+        os.kill(sleeper, signal.SIGKILL)
+    assert began.exists()
+    assert ended
+
+
 def test_threads_that_begin_together_hash_triton_once(monkeypatch):
     runs = []
 

@@ -8,7 +8,6 @@ import functools
 import itertools
 import threading
 from fractions import Fraction
-from types import SimpleNamespace
 
 import msgspec
 import mutants
@@ -508,11 +507,11 @@ def test_validated_again_only_a_good_receipt_is_put_to_the_test(make_door, monke
 def test_a_context_lost_to_somebody_else_is_held_against_no_binary(make_door, monkeypatch):
     make_door().accept(variant_of(), SMALL, 512)
     door = make_door()
-    monkeypatch.setattr(accept.Door, "_has_context", lambda _: False)
+    monkeypatch.setattr(accept.Door, "_context_error", lambda _: RuntimeError("an illegal memory access"))
     monkeypatch.setattr(Validator, "check", forbidden)
     monkeypatch.setattr(Validator, "check_length", forbidden)
     for config in (SMALL, KernelConfig(32, 32, 4)):
-        with pytest.raises(CrashedError, match="lost its GPU context"):
+        with pytest.raises(CrashedError, match=r"illegal memory access.*lost its context"):
             door.accept(variant_of(), config, 1024)
     assert [receipt.correct for receipt in make_door().db.receipts()] == [True]
 
@@ -522,21 +521,70 @@ def test_what_is_built_after_the_context_was_lost_is_not_called_uncompilable(mak
         raise RuntimeError("an illegal memory access was encountered")
 
     monkeypatch.setattr(accept, "build", build)
-    monkeypatch.setattr(accept.Door, "_has_context", lambda _: False)
+    monkeypatch.setattr(accept.Door, "_context_error", lambda _: RuntimeError("an illegal memory access"))
     with pytest.raises(CrashedError):
         make_door().build(variant_of(), SMALL)
 
 
-@pytest.mark.parametrize("lost", [pytest.param(False, id="a capture elsewhere"), pytest.param(True, id="lost")])
-def test_a_context_that_may_not_be_waited_for_is_not_yet_lost(make_door, monkeypatch, lost):
-    def refuse(*_):
-        raise RuntimeError("operation not permitted when stream is capturing")
+@pytest.mark.parametrize(
+    ("says", "lost"),
+    [
+        pytest.param("operation not permitted when stream is capturing", False, id="a capture elsewhere"),
+        pytest.param("an illegal memory access was encountered", True, id="lost"),
+        pytest.param("", False, id="fine"),
+    ],
+)
+def test_a_context_that_may_not_be_waited_for_is_not_yet_lost(make_door, monkeypatch, says, lost):
+    def synchronize(_):
+        if says:
+            raise RuntimeError(says)
 
-    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(query=refuse if lost else bool))
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     door = make_door()
     door.device = torch.device("cuda", 0)
-    assert door._has_context() is not lost
+    assert (door._context_error() is not None) is lost
+    with pytest.raises(CrashedError, match=says) if lost else contextlib.nullcontext():
+        door._require_context()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    door._require_context()  # it is asked for each time anew
+    assert not door.crashed
+
+
+@pytest.mark.gpu
+def test_a_capture_in_another_thread_is_no_lost_context(make_door):
+    captures, go_on = threading.Event(), threading.Event()
+
+    def capture():
+        with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            captures.set()
+            go_on.wait(60)
+
+    torch.cuda.synchronize()
+    thread = threading.Thread(target=capture)
+    thread.start()
+    assert captures.wait(60)
+    error = make_door()._context_error()
+    go_on.set()
+    thread.join()
+    assert error is None
+    assert make_door().accept(variant_of(), SMALL, 512)
+
+
+def test_a_twin_that_cannot_be_built_now_is_no_verdict_for_good(make_door, monkeypatch):
+    def build(device, variant, config):
+        if variant.out_dtype == FP32:
+            raise RuntimeError("Triton Error [CUDA]: out of memory")
+        return launch.build(device, variant, config)
+
+    door = make_door()
+    with monkeypatch.context() as patch:
+        patch.setattr(accept, "build", build)
+        for _ in range(2):
+            with pytest.raises(RejectedConfigError, match="twin: Triton Error"):
+                door.accept(variant_of(BF16), SMALL, 512)
+    assert door.validations == 1
+    assert door.db.receipts() == []
+    assert make_door().accept(variant_of(BF16), SMALL, 512)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,8 @@ class Trial(NamedTuple):
 class Watcher:
     """Is told what may take the process down, before it is tried and when that is over. This one does not care."""
 
+    convicts = False  # whether it sees to it that who is to blame is not tried again
+
     def begins(self, trial: Trial) -> None:
         """Trials may overlap, and come from several threads."""
 
@@ -111,10 +113,10 @@ class Door:
         try:
             yield
         except RuntimeError as error:
-            if self._has_context():
+            self.crashed = self._context_error() is not None
+            if not self.crashed:
                 raise
-            self.crashed = True
-            if len(trials) == 1:
+            if len(trials) == 1 and not self.watcher.convicts:
                 self.condemn(trials[0], Verdict(validate.CRASHED, what=first_line(error)))
             names = "; ".join(map(str, trials))
             raise CrashedError(
@@ -126,24 +128,24 @@ class Door:
                 for trial in trials:
                     self.watcher.ends(trial)
 
-    def _has_context(self) -> bool:
-        """Whether the GPU can be used. All that runs on it is waited for: what fails later is another's doing."""
-        if self.device.type != "cuda":
-            return True
-        # The first is refused as well while another thread captures a graph; a lost context refuses everything.
-        for ask in (torch.cuda.synchronize, lambda device: torch.cuda.current_stream(device).query()):
-            with contextlib.suppress(RuntimeError):
-                ask(self.device)
-                return True
-        return False
+    def _context_error(self) -> RuntimeError | None:
+        """Why the GPU can no longer be used, if so. All that runs on it is waited for: what fails later is to blame."""
+        if self.device.type == "cuda":
+            try:
+                torch.cuda.synchronize(self.device)
+            except RuntimeError as error:
+                if "captur" not in str(error):  # nor may one wait while another thread captures a graph
+                    return error
+        return None
 
     def _require_context(self) -> None:
-        if self.crashed or not self._has_context():
-            self.crashed = True
+        error = self._context_error()
+        self.crashed = error is not None
+        if error is not None:
             raise CrashedError(
-                "this process has lost its GPU context, to a kernel that is not tunedqk's or that was named before: it "
-                "can use the GPU no more. Start another (CUDA_LAUNCH_BLOCKING=1 shows which kernel it is)"
-            )
+                f"this process cannot use the GPU ({first_line(error)}): it has lost its context, to a kernel that "
+                "is not tunedqk's or was named before. Start another (CUDA_LAUNCH_BLOCKING=1 shows which kernel it is)"
+            ) from error
 
     def build(self, variant: Variant, config: KernelConfig) -> Built:
         """Compile and load. What the compiler refuses is a verdict, not an error."""
@@ -213,13 +215,17 @@ class Door:
         return verdict
 
     def _validate(self, binary: Binary, receipt: Receipt | None, seq_len: int) -> Verdict:
+        twin = ""
         if receipt is not None:
             left_out = receipt.what.removeprefix(_about(binary.variant, binary.config)).removeprefix("; ")
             verdict, twin = Verdict(validate.CORRECT, receipt.max_error, left_out), receipt.twin
         else:
-            verdict, twin = self._check(binary), ""
+            verdict = self._check(binary)
             if verdict.correct and binary.variant.out_dtype != torch.float32:
                 verdict, twin = self._check_twin(binary)
+                if not twin:  # there is none, so nothing is known of this binary that the next process has to believe
+                    self._refused[binary.variant, binary.config] = verdict
+                    return verdict
         if verdict.correct:
             at_length = self._check_length(binary, seq_len)
             if at_length.correct:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -92,9 +93,10 @@ class CompilePool:
         self._lock = threading.Lock()
         self._count = count
         self._parent: subprocess.Popen[bytes] | None = None
-        self._lifeline: socket.socket | None = None  # they all end with it
+        self._ours: list[socket.socket] = []  # the first is the lifeline: they all end with it
         self._idle: list[_Connection] = []
         self._problem: object = None  # why there are no processes
+        _pools.add(self)
 
     def start(self) -> None:
         """Start the processes, if that has not been done, and do not wait for them."""
@@ -114,9 +116,10 @@ class CompilePool:
             def connect() -> socket.socket:
                 our, their = socket.socketpair()
                 descriptors.append(theirs.enter_context(their).fileno())
+                self._ours.append(our)
                 return our
 
-            self._lifeline = connect()
+            connect()
             self._idle += [_Connection(connect()) for _ in range(self._count)]
             self._parent = subprocess.Popen(  # noqa: S603  our own code
                 [sys.executable, "-c", _COMPILER, repr([[str(folder) for folder in sys.path], *descriptors])],
@@ -165,10 +168,29 @@ class CompilePool:
         self.kill()
         while self._idle:
             self._idle.pop().close()
-        if self._lifeline is not None:
-            self._lifeline.close()
+        while self._ours:
+            self._ours.pop().close()
+
+    def abandon(self) -> None:
+        """In a forked child: let go of its copies of the connections, which would let the processes outlive the parent."""
+        self._problem = "forked"
+        for ours in self._ours:
+            if ours.fileno() >= 0:
+                os.close(ours.detach())  # close would wait for who reads from it
 
     def _give_up(self, problem: object) -> None:
         if self._problem is None:
             self._problem = problem
             logger.warning("tunedqk: no other process compiles (%s); in this one it is slower", problem)
+
+
+_pools: weakref.WeakSet[CompilePool] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for pool in list(_pools):
+        pool.abandon()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_all)

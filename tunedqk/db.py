@@ -274,14 +274,13 @@ class TuningDB:
             return GpuFile(gpu=self._gpu)
 
     def _read_file(self, path: Path) -> GpuFile:
-        """A file's content; if it was planted without its good receipts, so that whatever it names is validated."""
+        """A file's content; without its receipts if it was planted, so that whatever it names is validated."""
         file, owner = _read_file(path) or (GpuFile(gpu=self._gpu), 0)
         if file.gpu.identity != self._gpu.identity:
             raise BadFileError(path, f"made on {file.gpu.identity}, not on {self._gpu.identity}", spoiled=True)
-        bad = [receipt for receipt in file.receipts if not receipt.correct]
-        if len(bad) < len(file.receipts) and _is_planted(path, owner):
-            self._warn(f"{path}: its owner is neither you nor the owner of its folder; its good receipts do not count")
-            file = msgspec.structs.replace(file, receipts=bad)
+        if file.receipts and _is_planted(path, owner):
+            self._warn(f"{path}: its owner is neither you nor the owner of its folder; its receipts do not count")
+            file = msgspec.structs.replace(file, receipts=[])
         return file
 
     def _leave_alone(self, error: BadFileError) -> None:

@@ -1,9 +1,9 @@
 """Pretuning in a process of its own, which may crash or hang: that costs the guilty candidate, and nobody else.
 
 The worker says what it is about to build or to launch, and when that is over. So when it dies, or says nothing for
-too long, it is known what was in flight. One config in flight is guilty, unless the worker was killed by somebody.
-Several are tried one by one, each as if it were the only candidate, until one of them does it again. The guilty one's
-verdict is stored, another worker starts, and the key is tuned once more.
+too long, it is known what was in flight, unless it was killed by somebody. That is tried again, config by config, each
+as if it were the only candidate. Who does it again is guilty: the verdict is stored, another worker starts, and the key
+is tuned once more.
 """
 
 from __future__ import annotations
@@ -82,6 +82,8 @@ Condemned = list[tuple[Trial, Verdict]]
 
 class _Reporter(Watcher):
     """Tells the parent."""
+
+    convicts = True
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -231,7 +233,7 @@ class IsolatedPretuner(Pretuner):
             answer = self._ask(Request(key))
             if isinstance(answer, Outcome):
                 if answer.entry is not None and not answer.saved:  # it would be lost with the worker
-                    self.resolver.db.record(entries=[answer.entry])
+                    answer = answer._replace(saved=self.resolver.db.record(entries=[answer.entry]))
                 return answer._replace(seconds=time.perf_counter() - start)
             if isinstance(answer, Failed):
                 logger.error("tunedqk: pretuning %s failed:\n%s", key, answer.why)
@@ -258,11 +260,9 @@ class IsolatedPretuner(Pretuner):
         return bool(guilty)
 
     def _repeated(self, key: TuningKey, death: Death) -> Death:
-        """A death with one config in flight; if there were several, that of the first that alone does it again."""
+        """The death by the first suspect that alone does it again: once may be chance, and the verdict is for good."""
         # What was being launched is the likelier.
         suspects = dict.fromkeys(trial.config for trial in sorted(death.in_flight, key=lambda trial: not trial.binary))
-        if len(suspects) == 1:
-            return death
         for config in suspects:
             answer = self._ask(Request(key, only=config))
             if isinstance(answer, Death) and answer.in_flight:

@@ -132,7 +132,9 @@ class Pretuner:
 def verify(resolver: Resolver) -> Iterator[tuple[Entry, RejectedConfigError | None]]:
     """Validate every stored winner again unless its receipt is bad; yields each, with the error if it failed."""
     door = resolver.door
-    entries = [found.entry for found in resolver.db.entries()]
+    # In every file, as a call uses the first that is accepted.
+    found = [one.entry for first in resolver.db.entries() for one in resolver.winners(first.entry.key)]
+    entries = list({(entry.key, entry.config): entry for entry in found}.values())
     variants = {entry.key: tuned_variant(entry.key) for entry in entries}
     # Winners of several keys share binaries.
     wanted = dict.fromkeys(
