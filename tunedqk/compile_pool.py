@@ -172,7 +172,7 @@ class CompilePool:
             self._ours.pop().close()
 
     def abandon(self) -> None:
-        """In a forked child: let go of its copies of the connections, which would let the processes outlive the parent."""
+        """In a forked child: let go of its connections, with which the processes would outlive the parent."""
         self._problem = "forked"
         for ours in self._ours:
             if ours.fileno() >= 0:
