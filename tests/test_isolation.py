@@ -17,7 +17,7 @@ import pytest
 import torch
 from conftest import ON_GPU
 
-from tunedqk import accept, cli, isolation, launch, pretune, tune, validate
+from tunedqk import accept, cli, exits, isolation, launch, pretune, tune, validate
 from tunedqk.config import KernelConfig, tuning_key
 from tunedqk.db import TuningDB
 from tunedqk.device import identity_of
@@ -327,7 +327,7 @@ def test_when_all_crash_the_key_fails_and_nothing_wins(pretuned):
 
 @pytest.mark.parametrize(
     ("name", "when"),
-    [("SIGKILL", "build"), *((name, "launch") for name in ("SIGKILL", "SIGTERM", "SIGHUP", "SIGABRT", "SIGINT"))],
+    [("SIGKILL", "build"), ("SIGHUP", "launch"), ("SIGABRT", "launch"), ("SIGINT", "launch")],
 )
 def test_who_is_killed_from_outside_is_not_guilty(pretuned, caplog, tmp_path, monkeypatch, name, when):
     # SIGABRT may be the config's doing, which does not do it again; SIGINT, from the keyboard, is for the parent.
@@ -352,6 +352,18 @@ def test_who_is_killed_from_outside_is_not_guilty(pretuned, caplog, tmp_path, mo
     assert outcome.entry.rejected == {}
     assert set(verdicts(db).values()) == {"correct"}
     assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("status", "crash", "cause"),
+    [
+        (-signal.SIGKILL, False, "SIGKILL"), (-signal.SIGTERM, False, "SIGTERM"), (-signal.SIGUSR1, False, "SIGUSR1"),
+        (-signal.SIGSEGV, True, "SIGSEGV"), (-signal.SIGBUS, True, "SIGBUS"), (3, True, "exit status 3"),
+        (0, False, "exit status 0"),
+    ],
+)  # fmt: skip
+def test_a_crash_is_what_a_process_does_to_itself(status, crash, cause):
+    assert (exits.is_crash(status), exits.cause(status)) == (crash, cause)
 
 
 def test_an_error_of_ours_fails_its_key_and_the_others_go_on(pretuned, caplog):

@@ -39,13 +39,13 @@ TWO_DIMENSIONS = [
 ]
 
 
-def torchrun(processes, shape, cases):
-    """What the first of these processes answers to each case."""
+def torchrun(processes, meshes):
+    """What the first of these processes answers to each case on each mesh."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = os.pathsep.join(filter(None, (str(PROJECT), environment.get("PYTHONPATH"))))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     done = subprocess.run(
-        [*command, str(Path(__file__).with_name("sharded.py")), json.dumps([shape, cases])],
+        [*command, str(Path(__file__).with_name("sharded.py")), json.dumps(meshes)],
         env=environment | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
@@ -54,30 +54,30 @@ def torchrun(processes, shape, cases):
     return json.loads(line.removeprefix("answers "))
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_a_sharded_call_stays_sharded_and_moves_nothing(processes):
-    wanted = [("NHD", *one) for one in NHD] + [("HND", *one) for one in HND]
-    if processes == 4:
-        wanted = [one for one in wanted if one[1] != 3]
-    cases = [("case", layout, heads, q, k, False) for layout, heads, q, k, _, _ in wanted]
-    answers = torchrun(processes, [processes], cases)
-    assert [(placed, moved > 0) for placed, moved in answers] == [(placed, moved) for *_, placed, moved in wanted]
+def expected(wanted):
+    return [[placed, moved] for *_, placed, moved in wanted]
 
 
-def test_on_a_mesh_of_two_dimensions():
-    answers = torchrun(4, [2, 2], [("case", "NHD", heads, q, k, False) for heads, q, k, _, _ in TWO_DIMENSIONS])
-    assert [(placed, moved > 0) for placed, moved in answers] == [
-        (placed, moved) for *_, placed, moved in TWO_DIMENSIONS
-    ]
+def answered(answers):
+    return [[placed, moved > 0] for placed, moved in answers]
 
 
-def test_compiled_it_is_the_same_and_gradients_are_those_of_one_process():
-    compiled = [("case", "NHD", heads, q, k, True) for heads, q, k, _, _ in NHD[:3]]
+def test_a_sharded_call_stays_sharded_and_moves_nothing_compiled_and_with_gradients_as_well():
+    plain = [("case", layout, *one[:3], False) for layout, table in (("NHD", NHD), ("HND", HND)) for one in table]
+    compiled = [("case", "NHD", *one[:3], True) for one in NHD[:3]]
     gradients = [("gradients", q, k) for _, q, k, _, _ in NHD[:4]]
-    answers = torchrun(2, [2], [*compiled, *gradients, ("refused",)])
-    assert answers[:3] == [[placed, 0] for _, _, _, placed, _ in NHD[:3]]
+    answers = torchrun(2, [[[2], [*plain, *compiled, *gradients, ("refused",)]]])
+    assert answered(answers[: len(plain)]) == expected([*NHD, *HND])
+    assert answered(answers[len(plain) :][:3]) == expected(NHD[:3])
     message = "out: expected None where q, k or out is a DTensor, got a tensor"
     assert answers[-1] == [message, message]
+
+
+def test_on_meshes_of_four_processes():
+    line = [one for one in NHD if one[0] != 3]
+    meshes = [([4], line), ([2, 2], TWO_DIMENSIONS)]
+    answers = torchrun(4, [[shape, [("case", "NHD", *one[:3], False) for one in table]] for shape, table in meshes])
+    assert answered(answers) == expected([*line, *TWO_DIMENSIONS])
 
 
 class Mesh:
