@@ -293,36 +293,35 @@ pool.compile(GPUTarget("cuda", 90, 32), Program("bf16", "bf16", True, {}))
 """
 
 
-def test_a_compilation_without_end_ends_with_the_process_that_waits_for_it(tmp_path):
-    began = tmp_path / "began"
-    command = [sys.executable, "-c", COMPILE_FOR_EVER, str(began)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        group = int(process.stdout.readline())
-        deadline = time.monotonic() + 60
-        while not began.exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        process.kill()
+def _compiling_for_ever(code, began):
+    """A process that waits for a compilation, which has begun, and the group that compiles."""
+    process = subprocess.Popen([sys.executable, "-c", code, str(began)], stdout=subprocess.PIPE, text=True)
+    group = int(process.stdout.readline())
+    deadline = time.monotonic() + 60
+    while not began.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert began.exists()
+    return process, group
+
+
+def test_a_compilation_without_end_ends_with_the_process_that_waits_for_it(tmp_path):
+    process, group = _compiling_for_ever(COMPILE_FOR_EVER, tmp_path / "began")
+    with process:
+        process.kill()
     assert _ends(group)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_fork_of_the_process_that_waits_does_not_keep_a_compilation_alive(tmp_path):
-    began = tmp_path / "began"
     fork = "pool.start()\nif os.fork() == 0:\n    time.sleep(120)\n    os._exit(0)"
     code = "import os, time\n" + COMPILE_FOR_EVER.replace("pool.start()", fork)
-    command = [sys.executable, "-c", code, str(began)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        group = int(process.stdout.readline())
-        deadline = time.monotonic() + 60
-        while not began.exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
+    process, group = _compiling_for_ever(code, tmp_path / "began")
+    with process:
         (sleeper,) = set(_children(process.pid)) - {group}
         process.kill()
         process.stdout.close()
         ended = _ends(group)
         os.kill(sleeper, signal.SIGKILL)
-    assert began.exists()
     assert ended
 
 
