@@ -149,13 +149,14 @@ def _mutant(name, old, new, verdict=validate.WRONG_RESULT, **fields):
 
 OUT_LEFT = "tl.minimum(out_len - start, CHUNK_SIZE)"
 PRODUCT = "keys.to(tl.float32) * q.to(tl.float32)[None, :]"
-DOT = 'tl.dot(keys.to(DOT_DTYPE), q, input_precision="ieee")'
+DOT = 'tl.dot(keys.to(q.dtype), q, input_precision="ieee")'
 KEY_PTRS = "k_base + pos.to(tl.int64)[:, None] * stride_kl"
 LOADED_KEYS = "return tl.load(ptrs, mask=mask, other=0.0, eviction_policy=LOAD_HINT)"
 SUM_MASK = "mask = (pos < out_left) & (row < rows_left)"
 DOT_MASK = "mask = (pos < out_left)[:, None] & (rows < rows_left)[None, :]"
 SUM_SCORES = "_to_output(scores * scale, fill, pos < left,"
 DOT_SCORES = "_to_output(scores * scale, fill, valid,"
+TILE_BY_DOT = "q, tail_q, k_base, out_base, scale, fill, tile"
 Q_ROW = "tl.minimum(row, rows_left - 1) * stride_qh"
 OUT_BASE = "out_base = out_ptr + batch"
 FP16_PRODUCTS = ((PRODUCT, f"({PRODUCT}).to(tl.float16).to(tl.float32)"),)
@@ -163,7 +164,7 @@ BF16_PRODUCTS = ((PRODUCT, f"({PRODUCT}).to(tl.bfloat16).to(tl.float32)"),)
 # Nanoseconds, of which the lowest bits always are 0.
 CLOCK = "((tl.extra.cuda.globaltimer() >> 10) & 7)"
 
-BRANCH = "    if DOT_DTYPE is None:\n        _scores_by_sum("
+BRANCH = "    if DOT_DTYPE is None:\n        for"
 OTHERS_PLACE = "out_ptr + batch // 8 * stride_ob + q_head * stride_oh + start * stride_ol"
 
 LAST_POSITION_SKIPPED = ((SUM_MASK, SUM_MASK.replace("out_left", "out_left - 1")),)
@@ -176,7 +177,7 @@ MUTANTS = [
     _mutant("second tile skipped", "tl.range(0, CHUNK_SIZE,", "tl.range(0, TILE_SIZE,", config=LOOP),
     _mutant("last row skipped", SUM_MASK, SUM_MASK.replace("rows_left", "rows_left - 1")),
     _mutant("last column skipped", "(offs_d < HEAD_DIM)[None, :]", "(offs_d < HEAD_DIM - 1)[None, :]"),
-    _mutant("tail columns skipped", "if TAIL_D:\n                scores +=", "if False:\n                scores +=",
+    _mutant("tail columns skipped", "if TAIL_D:\n            scores +=", "if False:\n            scores +=",
             variant=variant_of(head_dim=260)),
     _mutant("head_dim unmasked", "(offs_d < HEAD_DIM)[None, :]", "(offs_d >= 0)[None, :]",
             variant=variant_of(head_dim=13)),
@@ -198,7 +199,7 @@ MUTANTS = [
     _mutant("tail columns from the start", "tail_d = BLOCK_D + tl.arange", "tail_d = tl.arange",
             variant=variant_of(head_dim=260)),
     _mutant("strides rounded down", "    if ALIGNED:", "    if True:", variant=variant_of(aligned=False)),
-    _mutant("wrong at two stages", DOT_SCORES, DOT_SCORES.replace("scale,", "(scale if STAGES == 1 else 2 * scale),"),
+    _mutant("wrong at two stages", TILE_BY_DOT, TILE_BY_DOT.replace("scale", "scale if STAGES == 1 else 2 * scale"),
             variant=BY_DOT, config=PIPELINED),
     _mutant("program ids wrap", "tl.program_id(0)", "(tl.program_id(0) % 4096)", gpu=True),
     # Precision.
@@ -223,8 +224,8 @@ MUTANTS = [
     _mutant("fill missing", "tl.where(valid, scores, fill)", "scores"),
     _mutant("fill zero", "tl.where(valid, scores, fill)", "tl.where(valid, scores, 0.0)"),
     _mutant("tail not written", OUT_LEFT, "tl.minimum(seq_len - start, CHUNK_SIZE)"),
-    _mutant("store mask missing", SUM_MASK, SUM_MASK.replace("out_left", "CHUNK_SIZE"), validate.OUT_OF_BOUNDS),
-    _mutant("store mask missing by dot", DOT_MASK, DOT_MASK.replace("out_left", "CHUNK_SIZE"), validate.OUT_OF_BOUNDS,
+    _mutant("store mask missing", SUM_MASK, SUM_MASK.replace("out_left", "(1 << 20)"), validate.OUT_OF_BOUNDS),
+    _mutant("store mask missing by dot", DOT_MASK, DOT_MASK.replace("out_left", "(1 << 20)"), validate.OUT_OF_BOUNDS,
             variant=BY_DOT),
     _mutant("one written too many", SUM_MASK, SUM_MASK.replace("pos <", "pos <="), validate.OUT_OF_BOUNDS),
     _mutant("one row written too many", DOT_MASK, DOT_MASK.replace("rows <", "rows <="), validate.OUT_OF_BOUNDS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -54,6 +55,7 @@ def interpreting() -> bool:
 
 
 _hashing = threading.Lock()
+_starting = threading.Lock()
 
 
 def hash_triton() -> None:
@@ -66,6 +68,22 @@ def hash_triton() -> None:
     if hasattr(cache, "triton_key"):
         with _hashing:
             cache.triton_key()
+
+
+def start_triton() -> None:
+    """Have Triton hash itself, and meanwhile load its driver: on a new machine that compiles C code first (0.4 s)."""
+    with _starting:
+        _start_triton()
+
+
+@functools.cache
+def _start_triton() -> None:
+    from triton.runtime import driver
+
+    with ThreadPoolExecutor(1) as thread:
+        loaded = thread.submit(lambda: driver.active.utils)
+        hash_triton()
+        loaded.result()
 
 
 @functools.cache

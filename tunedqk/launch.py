@@ -17,7 +17,7 @@ from triton.runtime import driver
 
 from tunedqk.compiler import Program, compile_program
 from tunedqk.config import Blocking, KernelConfig, TuningKey, blocking, tuning_key
-from tunedqk.device import interpreting
+from tunedqk.device import interpreting, start_triton
 from tunedqk.kernels.loop import qk_score_loop_kernel
 from tunedqk.kernels.plain import read_kernel, read_write_kernel
 from tunedqk.kernels.vectorized import qk_score_kernel
@@ -181,6 +181,7 @@ class CompiledBinary(Binary):
     def __init__(self, variant: Variant, config: KernelConfig) -> None:
         """Compile and load for the current device; raises what Triton raises."""
         super().__init__(variant, config)
+        start_triton()
         self.kernel = compile_program(qk_score_kernel, program(variant, config))
         self.hash = self.kernel.hash
         self._run, self._fixed = _launcher(self.kernel)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tunedqk.device import hash_triton
+from tunedqk.device import start_triton
 
 
 @triton.jit(do_not_specialize=(
@@ -55,7 +55,7 @@ def loop_scores(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, scale: floa
     batch, q_heads, head_dim = q.shape
     _, seq_len, kv_heads, _ = k.shape
     if q.is_cuda:
-        hash_triton()
+        start_triton()
     elements = batch * q_heads * seq_len
     magnitude = torch.empty(out.shape, dtype=torch.float32, device=out.device)
     # A program costs the interpreter milliseconds, however large it is.

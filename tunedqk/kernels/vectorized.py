@@ -72,61 +72,49 @@ def _to_output(scores, fill, valid, element_ty: tl.constexpr, ROUND_BY_HAND: tl.
     return scores.to(element_ty)
 
 
+# Tiles are functions of their own: Triton visits the body of a loop twice, but a function that it calls once.
 @triton.jit
-def _scores_by_sum(
-    q_base, k_base, out_base, scale, fill, left, out_left, rows_left,
-    stride_qh, stride_kl, stride_oh, stride_ol,
+def _score_tile_by_sum(
+    q_base, k_base, out_base, scale, fill, pos, left, out_left, rows_left, stride_qh, stride_kl, stride_oh, stride_ol,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr, ROWS: tl.constexpr,
-    ROUND_BY_HAND: tl.constexpr, CHUNK_SIZE: tl.constexpr, TILE_SIZE: tl.constexpr, STAGES: tl.constexpr,
-    LOAD_HINT: tl.constexpr, STORE_HINT: tl.constexpr,
+    ROUND_BY_HAND: tl.constexpr, LOAD_HINT: tl.constexpr, STORE_HINT: tl.constexpr,
 ):  # fmt: skip
     """One multiply-and-sum over head_dim per query row, on a tile of keys that stays in registers."""
     offs_d = tl.arange(0, BLOCK_D)
-    for tile in tl.range(0, CHUNK_SIZE, TILE_SIZE, num_stages=STAGES):
-        pos = tile + tl.arange(0, TILE_SIZE)
-        keys = _load_keys(k_base, stride_kl, pos, left, offs_d, HEAD_DIM, LOAD_HINT)
+    keys = _load_keys(k_base, stride_kl, pos, left, offs_d, HEAD_DIM, LOAD_HINT)
+    if TAIL_D:
+        tail_d = BLOCK_D + tl.arange(0, TAIL_D)
+        tail_keys = _load_keys(k_base, stride_kl, pos, left, tail_d, HEAD_DIM, LOAD_HINT)
+    for row in tl.static_range(ROWS):
+        q_row = q_base + tl.minimum(row, rows_left - 1) * stride_qh
+        scores = _dot_with_row(keys, q_row, offs_d, HEAD_DIM)
         if TAIL_D:
-            tail_d = BLOCK_D + tl.arange(0, TAIL_D)
-            tail_keys = _load_keys(k_base, stride_kl, pos, left, tail_d, HEAD_DIM, LOAD_HINT)
-        for row in tl.static_range(ROWS):
-            q_row = q_base + tl.minimum(row, rows_left - 1) * stride_qh
-            scores = _dot_with_row(keys, q_row, offs_d, HEAD_DIM)
-            if TAIL_D:
-                scores += _dot_with_row(tail_keys, q_row, tail_d, HEAD_DIM)
-            scores = _to_output(scores * scale, fill, pos < left, out_base.dtype.element_ty, ROUND_BY_HAND)
-            ptrs = out_base + row * stride_oh + pos.to(tl.int64) * stride_ol
-            mask = (pos < out_left) & (row < rows_left)
-            tl.store(ptrs, scores, mask=mask, eviction_policy=STORE_HINT)
+            scores += _dot_with_row(tail_keys, q_row, tail_d, HEAD_DIM)
+        scores = _to_output(scores * scale, fill, pos < left, out_base.dtype.element_ty, ROUND_BY_HAND)
+        ptrs = out_base + row * stride_oh + pos.to(tl.int64) * stride_ol
+        mask = (pos < out_left) & (row < rows_left)
+        tl.store(ptrs, scores, mask=mask, eviction_policy=STORE_HINT)
 
 
 @triton.jit
-def _scores_by_dot(
-    q_base, k_base, out_base, scale, fill, left, out_left, rows_left,
-    stride_qh, stride_kl, stride_oh, stride_ol,
+def _score_tile_by_dot(
+    q, tail_q, k_base, out_base, scale, fill, pos, left, out_left, rows_left, stride_kl, stride_oh, stride_ol,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr, ROWS: tl.constexpr,
-    ROUND_BY_HAND: tl.constexpr, DOT_DTYPE: tl.constexpr, CHUNK_SIZE: tl.constexpr, TILE_SIZE: tl.constexpr,
-    STAGES: tl.constexpr, LOAD_HINT: tl.constexpr, STORE_HINT: tl.constexpr,
+    ROUND_BY_HAND: tl.constexpr, LOAD_HINT: tl.constexpr, STORE_HINT: tl.constexpr,
 ):  # fmt: skip
     """All query rows at once on the matrix units: keys are the M operand, the rows are columns."""
-    offs_d = tl.arange(0, BLOCK_D)
-    rows = tl.arange(0, ROWS).to(tl.int64)
-    q = _load_query_columns(q_base, stride_qh, rows, rows_left, offs_d, HEAD_DIM).to(DOT_DTYPE)
+    keys = _load_keys(k_base, stride_kl, pos, left, tl.arange(0, BLOCK_D), HEAD_DIM, LOAD_HINT)
+    # "ieee": an fp32 product never goes through TF32.
+    scores = tl.dot(keys.to(q.dtype), q, input_precision="ieee")  # [TILE_SIZE, ROWS]
     if TAIL_D:
-        tail_d = BLOCK_D + tl.arange(0, TAIL_D)
-        tail_q = _load_query_columns(q_base, stride_qh, rows, rows_left, tail_d, HEAD_DIM).to(DOT_DTYPE)
-    for tile in tl.range(0, CHUNK_SIZE, TILE_SIZE, num_stages=STAGES):
-        pos = tile + tl.arange(0, TILE_SIZE)
-        keys = _load_keys(k_base, stride_kl, pos, left, offs_d, HEAD_DIM, LOAD_HINT)
-        # "ieee": an fp32 product never goes through TF32.
-        scores = tl.dot(keys.to(DOT_DTYPE), q, input_precision="ieee")  # [TILE_SIZE, ROWS]
-        if TAIL_D:
-            tail_keys = _load_keys(k_base, stride_kl, pos, left, tail_d, HEAD_DIM, LOAD_HINT)
-            scores = tl.dot(tail_keys.to(DOT_DTYPE), tail_q, scores, input_precision="ieee")
-        valid = (pos < left)[:, None]
-        scores = _to_output(scores * scale, fill, valid, out_base.dtype.element_ty, ROUND_BY_HAND)
-        ptrs = out_base + rows[None, :] * stride_oh + pos.to(tl.int64)[:, None] * stride_ol
-        mask = (pos < out_left)[:, None] & (rows < rows_left)[None, :]
-        tl.store(ptrs, scores, mask=mask, eviction_policy=STORE_HINT)
+        tail_keys = _load_keys(k_base, stride_kl, pos, left, BLOCK_D + tl.arange(0, TAIL_D), HEAD_DIM, LOAD_HINT)
+        scores = tl.dot(tail_keys.to(q.dtype), tail_q, scores, input_precision="ieee")
+    valid = (pos < left)[:, None]
+    scores = _to_output(scores * scale, fill, valid, out_base.dtype.element_ty, ROUND_BY_HAND)
+    rows = tl.arange(0, ROWS).to(tl.int64)
+    ptrs = out_base + rows[None, :] * stride_oh + pos.to(tl.int64)[:, None] * stride_ol
+    mask = (pos < out_left)[:, None] & (rows < rows_left)[None, :]
+    tl.store(ptrs, scores, mask=mask, eviction_policy=STORE_HINT)
 
 
 # Whatever grows with the cache, or differs between callers, is neither specialised on its value nor on its alignment:
@@ -168,14 +156,22 @@ def qk_score_kernel(
     k_base += kv_head * _visible_stride(stride_kh, element_ty, ALIGNED)
     out_base = out_ptr + batch * stride_ob + q_head * stride_oh + start * stride_ol
     if DOT_DTYPE is None:
-        _scores_by_sum(
-            q_base, k_base, out_base, scale, fill, left, out_left, rows_left, stride_qh, stride_kl, stride_oh,
-            stride_ol, HEAD_DIM, BLOCK_D, TAIL_D, ROWS, ROUND_BY_HAND, CHUNK_SIZE, TILE_SIZE, STAGES,
-            LOAD_HINT, STORE_HINT,
-        )  # fmt: skip
+        for tile in tl.range(0, CHUNK_SIZE, TILE_SIZE, num_stages=STAGES):
+            _score_tile_by_sum(
+                q_base, k_base, out_base, scale, fill, tile + tl.arange(0, TILE_SIZE), left, out_left, rows_left,
+                stride_qh, stride_kl, stride_oh, stride_ol,
+                HEAD_DIM, BLOCK_D, TAIL_D, ROWS, ROUND_BY_HAND, LOAD_HINT, STORE_HINT,
+            )  # fmt: skip
     else:
-        _scores_by_dot(
-            q_base, k_base, out_base, scale, fill, left, out_left, rows_left, stride_qh, stride_kl, stride_oh,
-            stride_ol, HEAD_DIM, BLOCK_D, TAIL_D, ROWS, ROUND_BY_HAND, DOT_DTYPE, CHUNK_SIZE, TILE_SIZE,
-            STAGES, LOAD_HINT, STORE_HINT,
-        )  # fmt: skip
+        rows = tl.arange(0, ROWS).to(tl.int64)
+        q = _load_query_columns(q_base, stride_qh, rows, rows_left, tl.arange(0, BLOCK_D), HEAD_DIM).to(DOT_DTYPE)
+        tail_q = q
+        if TAIL_D:
+            tail_d = BLOCK_D + tl.arange(0, TAIL_D)
+            tail_q = _load_query_columns(q_base, stride_qh, rows, rows_left, tail_d, HEAD_DIM).to(DOT_DTYPE)
+        for tile in tl.range(0, CHUNK_SIZE, TILE_SIZE, num_stages=STAGES):
+            _score_tile_by_dot(
+                q, tail_q, k_base, out_base, scale, fill, tile + tl.arange(0, TILE_SIZE), left, out_left, rows_left,
+                stride_kl, stride_oh, stride_ol,
+                HEAD_DIM, BLOCK_D, TAIL_D, ROWS, ROUND_BY_HAND, LOAD_HINT, STORE_HINT,
+            )  # fmt: skip
