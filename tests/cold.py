@@ -35,7 +35,10 @@ PATIENCE = 120.0  # seconds after which a process counts as hung
 
 
 def prepare():
-    """Before anything is forked, and without touching a GPU: few candidates, one thread for torch."""
+    """Before anything is forked, and without touching a GPU: few candidates, one thread for torch, late imports."""
+    import filelock  # noqa: F401
+    import triton.experimental.gluon  # noqa: F401
+
     for module in (tune, pretune):
         module.candidates = lambda *_: list(CONFIGS)
     torch.set_num_threads(1)  # whoever forks after OpenMP started threads waits for ever
@@ -156,6 +159,12 @@ def fork(works, patience=PATIENCE):
     return {"exits": exits, "answers": [results.get() for code in exits if code == 0]}
 
 
+def apart(device, work, arguments):
+    """Do one of the following in a forked process, which may call before it forks; how it ended, if it failed."""
+    done = fork([lambda: globals()[work](device, **arguments)], 2 * PATIENCE)
+    return done["answers"][0] if done["answers"] else done
+
+
 def cold_round(device, environment, count=1, seq_len=40, times=1, what=None):
     """`count` forked processes, which call at once."""
 
@@ -212,7 +221,7 @@ def fork_while_tuning(device, environment, seq_len):
     thread = threading.Thread(target=call, args=(device, 600))
     thread.start()
     assert reached.wait(PATIENCE)
-    threading.Timer(2.0, go_on.set).start()
+    threading.Timer(1.0, go_on.set).start()
     done = fork([lambda: answer(device, seq_len)])
     thread.join()
     return done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from types import SimpleNamespace
 
 import msgspec
@@ -62,6 +63,18 @@ def test_binaries_of_another_device_are_not_forgotten(monkeypatch):
     monkeypatch.setattr(launch, "_compiled", {mine: None, other: None})
     launch.forget(torch.device("cuda", 1))
     assert list(launch._compiled) == [mine]
+
+
+@pytest.mark.gpu
+def test_what_nobody_holds_is_unloaded_and_nothing_else(monkeypatch):
+    unloaded = []
+    monkeypatch.setattr(device_module, "_unload", lambda _, module: unloaded.append(module))
+    place, (one, other) = torch.device("cuda", 0), (VARIANT._replace(head_dim=d) for d in (23, 29))
+    held, dropped = launch.build(place, one, ODD), launch.build(place, other, ODD).kernel.module
+    launch.forget(place)
+    gc.collect()
+    assert dropped in unloaded
+    assert held.kernel.module not in unloaded
 
 
 def store(identity, config, key=KEY):

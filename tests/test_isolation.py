@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import subprocess
@@ -28,7 +29,7 @@ from tunedqk.score import qk_score
 INNOCENT, GUILTY, OTHER = (KernelConfig(chunk, chunk, num_warps=4) for chunk in (64, 128, 32))
 KEY = tuning_key(512, 16, "float32", 1)
 NEXT_KEY = tuning_key(1024, 16, "float32", 1)
-HANG = 30 if ON_GPU else 5  # seconds; on a GPU compiling takes some, and may have to share the machine
+HANG = 30 if ON_GPU else 3  # seconds; on a GPU compiling takes some, and may have to share the machine
 ONE_SHAPE = ("pretune", "--head-dims", "16", "--dtypes", "float32", "--rows", "1", "--seq-lens", "512")
 
 
@@ -68,6 +69,8 @@ def segfault():
 
 
 def hang():
+    if "TUNEDQK_TEST_HANGS" in os.environ:
+        Path(os.environ["TUNEDQK_TEST_HANGS"]).touch()
     time.sleep(600)
 
 
@@ -152,7 +155,7 @@ def patient(*arguments):
     whole = pretune.tune
 
     def late(*rest, **named):
-        time.sleep(4)
+        time.sleep(3)
         return whole(*rest, **named)
 
     pretune.tune = late
@@ -201,6 +204,46 @@ def call_illegally(connection):
 # --- Here ---
 
 
+def in_environment(environment, work, *arguments):
+    """A forked process begins with the environment of the one it was forked from."""
+    os.environ.clear()
+    os.environ.update(environment)
+    work(*arguments)
+
+
+class Forking:
+    """The context of `multiprocessing` whose processes are forked from one that has imported this module."""
+
+    Pipe = staticmethod(multiprocessing.Pipe)
+
+    def __init__(self):
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([__name__])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+            multiprocessing.forkserver.ensure_running()
+
+    def Process(self, target, args, daemon=None):  # noqa: N802
+        args = (dict(os.environ), target, *args)
+        return self._context.Process(target=in_environment, args=args, daemon=daemon)
+
+
+@pytest.fixture(scope="module")
+def context():
+    """Starts processes: without seconds of imports in each, but for a GPU, which that process cannot leave alone."""
+    if ON_GPU:
+        yield multiprocessing.get_context("spawn")
+    else:
+        yield Forking()
+        multiprocessing.forkserver._forkserver._stop()
+
+
+@pytest.fixture
+def forked(context, monkeypatch):
+    """The product's worker is such a process; in other tests it is a fresh one, as it is for users."""
+    monkeypatch.setattr(multiprocessing, "get_context", {"spawn": context}.__getitem__)
+
+
 @pytest.fixture(autouse=True)
 def _few(cache_dir, monkeypatch):
     for module in (tune, pretune):
@@ -208,7 +251,7 @@ def _few(cache_dir, monkeypatch):
 
 
 @pytest.fixture
-def pretuned(tmp_path):
+def pretuned(tmp_path, forked):
     """Pretune keys by a worker: outcomes, and what its file says then."""
 
     def run(worker, *keys, patience=60.0):
@@ -426,13 +469,14 @@ def _listen(connection, patience):
     connection.send(heard)
 
 
-def test_the_time_in_which_the_parent_is_stopped_does_not_count(cache_dir):
+def test_the_time_in_which_the_parent_is_stopped_does_not_count(context):
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_listen, args=(theirs, 3))
+    process = context.Process(target=_listen, args=(theirs, 2))
     process.start()
     assert ours.recv() == "listening"
+    time.sleep(0.2)  # until it does
     os.kill(process.pid, signal.SIGSTOP)
-    time.sleep(3.5)
+    time.sleep(2.5)
     os.kill(process.pid, signal.SIGCONT)
     time.sleep(0.5)
     ours.send("a word")
@@ -520,7 +564,7 @@ def test_a_probe_waits_for_others_that_tune(tmp_path, monkeypatch):
     assert held == [(True, [GUILTY])]
 
 
-def test_what_the_worker_could_not_save_the_parent_may(tmp_path, monkeypatch):
+def test_what_the_worker_could_not_save_the_parent_may(tmp_path, forked):
     pretuner = IsolatedPretuner(pretune.resolver_for_folder(tmp_path), tmp_path, serve=not_saving)
     (outcome,) = pretuner.run([KEY], lambda _: None)
     assert outcome.saved
@@ -532,7 +576,7 @@ def not_saving(*arguments):
     serve_few(arguments)
 
 
-def test_what_the_worker_found_is_seen_here(tmp_path):
+def test_what_the_worker_found_is_seen_here(tmp_path, forked):
     pretuner = IsolatedPretuner(pretune.resolver_for_folder(tmp_path), tmp_path, serve=serve_all)
     assert pretuner.resolver.db.winners(KEY) == ()
     pretuner.run([KEY], lambda _: None)
@@ -543,7 +587,7 @@ def serve_all(*arguments):
     serve_few(arguments)
 
 
-def test_by_force_it_tunes_what_has_a_winner(tmp_path):
+def test_by_force_it_tunes_what_has_a_winner(tmp_path, forked):
     for force, tuned in ((False, True), (False, False), (True, True)):
         pretuner = IsolatedPretuner(pretune.resolver_for_folder(tmp_path), tmp_path, force=force, serve=serve_all)
         assert [outcome.tuned for outcome in pretuner.run([KEY], lambda _: None)] == [tuned]
@@ -586,7 +630,7 @@ def test_the_worker_tunes_the_device_of_its_parent(tmp_path, monkeypatch):
     assert chosen == [1]
 
 
-def test_stopping_ends_the_worker(device):
+def test_stopping_ends_the_worker(forked):
     def stop(_):
         raise KeyboardInterrupt
 
@@ -597,25 +641,24 @@ def test_stopping_ends_the_worker(device):
 
 
 def _run_and_tell(connection):
-    """A parent, which is killed while its worker hangs."""
+    """A parent, which is killed while its worker hangs; that one is not forked, as it is not for users."""
 
     def tell():
-        while not multiprocessing.active_children():
-            time.sleep(0.01)
+        while not Path(os.environ["TUNEDQK_TEST_HANGS"]).exists():
+            time.sleep(0.05)
         connection.send(multiprocessing.active_children()[0].pid)
 
     threading.Thread(target=tell, daemon=True).start()
     IsolatedPretuner(pretune.resolver_for_folder(None), serve=hanging).run([KEY], print)
 
 
-def test_a_worker_that_hangs_ends_with_its_parent(cache_dir):
+def test_a_worker_that_hangs_ends_with_its_parent(context, tmp_path, monkeypatch):
+    monkeypatch.setenv("TUNEDQK_TEST_HANGS", str(tmp_path / "hangs"))
     ours, theirs = multiprocessing.Pipe()
-    # Not daemonic: it has a child.
-    parent = multiprocessing.get_context("spawn").Process(target=_run_and_tell, args=(theirs,))
+    parent = context.Process(target=_run_and_tell, args=(theirs,))  # not daemonic: it has a child
     parent.start()
     assert ours.poll(60)
     worker = ours.recv()
-    time.sleep(1)
     parent.kill()
     parent.join()
     deadline = time.monotonic() + 30

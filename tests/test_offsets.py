@@ -5,6 +5,8 @@ The whole runs under the interpreter as well, with 2^15 for the limit, and int16
 
 from __future__ import annotations
 
+import gc
+
 import mutants
 import pytest
 import torch
@@ -258,6 +260,7 @@ def test_candidates_share_the_block_and_it_is_given_back(device):
     target = torch.device(device)
     validator = Validator(target, variant_of())
     binary = launch.build(target, variant_of(), SMALL)
+    gc.collect()  # blocks of tests before
     torch.cuda.empty_cache()
     reserved = torch.cuda.memory_reserved()
     assert validator.check(binary).correct

@@ -85,18 +85,16 @@ def test_forked_processes_with_one_cold_key_tune_once(nursery, device, tmp_path,
 
 
 @pytest.fixture
-def called(device):
-    """A process for one test, which may call before it forks."""
+def called(nursery):
+    """Asks a process that is for one test, and may call before it forks."""
     if ON_GPU:
         pytest.skip("CUDA cannot be used in a process that was forked from one that used it")
-    started = cold.Nursery(device)
-    yield started
-    started.close()
+    return lambda work, **arguments: nursery.ask("apart", work=work, arguments=arguments)
 
 
 def test_forks_of_a_process_that_has_called_repeat_it_and_tune_another_key_once(called, device, tmp_path):
     lengths = [40, 41] + [600] * 4
-    done = called.ask("warm_round", environment=environment(tmp_path / "cache"), seq_lens=lengths)
+    done = called("warm_round", environment=environment(tmp_path / "cache"), seq_lens=lengths)
     assert done["exits"] == [0] * len(lengths)
     assert done["inherited"] == 1
     answers = done["answers"]
@@ -107,7 +105,7 @@ def test_forks_of_a_process_that_has_called_repeat_it_and_tune_another_key_once(
 
 @pytest.mark.parametrize("seq_len", [pytest.param(40, id="warm"), pytest.param(1500, id="cold")])
 def test_a_fork_while_another_thread_tunes_does_not_hang(called, tmp_path, seq_len):
-    done = called.ask("fork_while_tuning", environment=environment(tmp_path), seq_len=seq_len)
+    done = called("fork_while_tuning", environment=environment(tmp_path), seq_len=seq_len)
     assert done["exits"] == [0]
 
 

@@ -17,6 +17,7 @@ from tunedqk.score import qk_score
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is not distributed")
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 PROJECT = Path(__file__).parents[1]
 # KV heads over the placements of q and k (`sharded.placements`): then those of the scores, and whether bytes moved.
 NHD = [
@@ -66,6 +67,8 @@ def test_a_sharded_call_stays_sharded_and_moves_nothing_compiled_and_with_gradie
     plain = [("case", layout, *one[:3], False) for layout, table in (("NHD", NHD), ("HND", HND)) for one in table]
     compiled = [("case", "NHD", *one[:3], True) for one in NHD[:3]]
     gradients = [("gradients", q, k) for _, q, k, _, _ in NHD[:4]]
+    if TORCH < (2, 13):  # where DTensor cannot multiply what is sharded over heads; 2.11 cannot
+        gradients.remove(("gradients", "1", "2"))
     answers = torchrun(2, [[[2], [*plain, *compiled, *gradients, ("refused",)]]])
     assert answered(answers[: len(plain)]) == expected([*NHD, *HND])
     assert answered(answers[len(plain) :][:3]) == expected(NHD[:3])

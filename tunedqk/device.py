@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import os
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -14,6 +17,7 @@ import tunedqk
 
 if TYPE_CHECKING:
     import torch
+    from triton.compiler import CompiledKernel
 
 INTERPRETER_ARCH = "interpreter"
 
@@ -84,6 +88,24 @@ def _start_triton() -> None:
         loaded = thread.submit(lambda: driver.active.utils)
         hash_triton()
         loaded.result()
+
+
+def unload_after(kernel: CompiledKernel) -> None:
+    """Have the driver unload what the current GPU has loaded of a kernel, as soon as nobody holds the kernel any more.
+
+    Triton never does: each of the hundreds that tuning goes through would keep host memory until the process ends.
+    """
+    import torch
+
+    if torch.version.cuda:
+        weakref.finalize(kernel, _unload, torch.cuda.current_device(), kernel.module).atexit = False
+
+
+def _unload(index: int, module: int) -> None:
+    import torch
+
+    with contextlib.suppress(RuntimeError), torch.cuda.device(index):  # the context may be lost
+        ctypes.CDLL("libcuda.so.1").cuModuleUnload(ctypes.c_void_p(module))
 
 
 @functools.cache

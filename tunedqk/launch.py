@@ -17,7 +17,7 @@ from triton.runtime import driver
 
 from tunedqk.compiler import Program, compile_program
 from tunedqk.config import Blocking, KernelConfig, TuningKey, blocking, tuning_key
-from tunedqk.device import interpreting, start_triton
+from tunedqk.device import interpreting, start_triton, unload_after
 from tunedqk.kernels.loop import qk_score_loop_kernel
 from tunedqk.kernels.plain import read_kernel, read_write_kernel
 from tunedqk.kernels.vectorized import qk_score_kernel
@@ -185,6 +185,7 @@ class CompiledBinary(Binary):
         self.kernel = compile_program(qk_score_kernel, program(variant, config))
         self.hash = self.kernel.hash
         self._run, self._fixed = _launcher(self.kernel)
+        unload_after(self.kernel)
 
     def launch(
         self, q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, scale: float, fill: float, sizes: Geometry
@@ -264,10 +265,7 @@ def is_built(device: torch.device, variant: Variant, config: KernelConfig) -> bo
 
 
 def forget(device: torch.device, but: Collection[Variant] = ()) -> None:
-    """Let go of a device's binaries that nobody is to launch, which hold up to a megabyte each, but for some variants.
-
-    One that is asked for again comes from Triton's cache on disk.
-    """
+    """Let go of a device's binaries, a megabyte each, but for some variants. Triton's cache on disk keeps them all."""
     if interpreting():
         return
     index = _index(device)

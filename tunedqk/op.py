@@ -95,7 +95,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # n
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of q and k, by torch operations in the wider of the two dtypes, rounded to q's at the end."""
+    """Gradients of q and k, by torch operations in the wider of the two dtypes, rounded to q's at the end.
+
+    So for DTensors it takes a torch whose DTensors can be multiplied as they are sharded; 2.11 cannot over heads.
+    """
     q, k = ctx.saved_tensors
     dtype = torch.promote_types(grad.dtype, q.dtype)
     keys = (k.transpose(1, 2) if ctx.layout == "NHD" else k).to(dtype)  # [batch, kv_heads, seq_len, head_dim]
