@@ -5,8 +5,6 @@ The whole runs under the interpreter as well, with 2^15 for the limit, and int16
 
 from __future__ import annotations
 
-import gc
-
 import mutants
 import pytest
 import torch
@@ -260,9 +258,6 @@ def test_candidates_share_the_block_and_it_is_given_back(device):
     target = torch.device(device)
     validator = Validator(target, variant_of())
     binary = launch.build(target, variant_of(), SMALL)
-    gc.collect()  # blocks of tests before
-    torch.cuda.empty_cache()
-    reserved = torch.cuda.memory_reserved()
     assert validator.check(binary).correct
     block = validator._offsets._block
     pointer, size = block.data_ptr(), block.numel()
@@ -273,6 +268,6 @@ def test_candidates_share_the_block_and_it_is_given_back(device):
         assert validator.check(binary).correct
         assert validator._offsets._block.data_ptr() == pointer
     assert torch.cuda.max_memory_allocated() - before < size // 10
-    assert torch.cuda.memory_reserved() - reserved >= size
+    reserved = torch.cuda.memory_reserved()
     validator.close()
-    assert torch.cuda.memory_reserved() - reserved < size // 10
+    assert reserved - torch.cuda.memory_reserved() >= size
