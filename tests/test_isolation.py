@@ -79,6 +79,7 @@ def kill_from_outside():
     done = Path(os.environ["TUNEDQK_TEST_DONE"])
     if not done.exists():
         done.touch()
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
         os.kill(os.getpid(), int(os.environ["TUNEDQK_TEST_SIGNAL"]))
 
 
