@@ -79,7 +79,6 @@ def kill_from_outside():
     done = Path(os.environ["TUNEDQK_TEST_DONE"])
     if not done.exists():
         done.touch()
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
         os.kill(os.getpid(), int(os.environ["TUNEDQK_TEST_SIGNAL"]))
 
 
@@ -121,6 +120,7 @@ def all_segfaulting(*arguments):
 
 
 def killed_once(*arguments):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
     if os.environ["TUNEDQK_TEST_WHEN"] == "build":
         serve_faulty(arguments, at_build=kill_from_outside)
     else:  # then it is alone in flight
