@@ -65,6 +65,23 @@ def test_binaries_of_another_device_are_not_forgotten(monkeypatch):
     assert list(launch._compiled) == [mine]
 
 
+def test_what_is_held_by_several_is_unloaded_once(monkeypatch):
+    class Kernel:
+        module = 7
+
+    unloaded = []
+    monkeypatch.setattr(device_module, "_unload", lambda *arguments: unloaded.append(arguments))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    kernel = Kernel()
+    for _ in range(2):
+        device_module.unload_after(kernel)
+    assert unloaded == []
+    del kernel
+    gc.collect()
+    assert unloaded == [(1, 7)]
+
+
 @pytest.mark.gpu
 def test_what_nobody_holds_is_unloaded_and_nothing_else(monkeypatch):
     unloaded = []

@@ -77,10 +77,9 @@ def test_a_sharded_call_stays_sharded_and_moves_nothing_compiled_and_with_gradie
 
 
 def test_on_meshes_of_four_processes():
-    line = [one for one in NHD if one[0] != 3]
-    meshes = [([4], line), ([2, 2], TWO_DIMENSIONS)]
-    answers = torchrun(4, [[shape, [("case", "NHD", *one[:3], False) for one in table]] for shape, table in meshes])
-    assert answered(answers) == expected([*line, *TWO_DIMENSIONS])
+    tables = [([4], "NHD", [one for one in NHD if one[0] != 3]), ([4], "HND", HND), ([2, 2], "NHD", TWO_DIMENSIONS)]
+    meshes = [[mesh, [("case", layout, *one[:3], False) for one in table]] for mesh, layout, table in tables]
+    assert answered(torchrun(4, meshes)) == expected(one for _, _, table in tables for one in table)
 
 
 class Mesh:

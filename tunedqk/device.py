@@ -90,6 +90,9 @@ def _start_triton() -> None:
         loaded.result()
 
 
+_unloaded_later: weakref.WeakSet[CompiledKernel] = weakref.WeakSet()
+
+
 def unload_after(kernel: CompiledKernel) -> None:
     """Have the driver unload what the current GPU has loaded of a kernel, as soon as nobody holds the kernel any more.
 
@@ -97,7 +100,8 @@ def unload_after(kernel: CompiledKernel) -> None:
     """
     import torch
 
-    if torch.version.cuda:
+    if torch.version.cuda and kernel not in _unloaded_later:  # Triton gives the same one to whoever asks again
+        _unloaded_later.add(kernel)
         weakref.finalize(kernel, _unload, torch.cuda.current_device(), kernel.module).atexit = False
 
 

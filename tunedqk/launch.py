@@ -265,7 +265,7 @@ def is_built(device: torch.device, variant: Variant, config: KernelConfig) -> bo
 
 
 def forget(device: torch.device, but: Collection[Variant] = ()) -> None:
-    """Let go of a device's binaries, a megabyte each, but for some variants. Triton's cache on disk keeps them all."""
+    """Let go of a device's binaries, but for some variants. Asked for again, they come from Triton's cache on disk."""
     if interpreting():
         return
     index = _index(device)
