@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 import triton
+from callers import CALLERS, measure_caller
 from rich.console import Console
 from rich.table import Table
 
@@ -35,10 +36,12 @@ from tunedqk.db import TuningDB
 from tunedqk.device import gpu_identity, toolchain
 from tunedqk.floor import read_floor_us, read_write_floor_us
 from tunedqk.kernels.vectorized import qk_score_kernel
-from tunedqk.launch import TORCH_DTYPES, Variant, geometry, shape_constexprs, triton_config
+from tunedqk.launch import programs
 from tunedqk.score import qk_score
+from tunedqk.tensors import TORCH_DTYPES
 from tunedqk.timing import Replay, interleave, summarise
 from tunedqk.tune import candidates, tune, tuned_variant
+from tunedqk.variant import Variant, geometry, shape_constexprs, triton_config
 from tunedqk.workload import Workload
 
 if TYPE_CHECKING:
@@ -79,7 +82,7 @@ def measure_shape(dtype: str, head_dim: int, rows: int, batch: int, seq_len: int
     torch_dtype = TORCH_DTYPES[dtype]
     variant = Variant(head_dim, rows, torch_dtype, torch_dtype, aligned=True)
     shape = Workload(device, variant, seq_len, (batch,), limit=4 << 30, replay_us=math.inf).shapes[0]
-    sets = list(zip(shape.q, shape.k, shape.out, strict=True))
+    sets = [(tensors.q, tensors.k, out) for tensors, out in zip(shape.tensors, shape.out, strict=True)]
     ours = [functools.partial(qk_score, q, k, out=out) for q, k, out in sets]
     ours[0]()  # find the config before the capture
     replays = {
@@ -138,15 +141,15 @@ def tune_one(side: str, key: TuningKey) -> dict[str, Any]:
     else:
         variant = tuned_variant(key)
         shape = Workload(device, variant, key.seq_len).screening
-        q, k, out = shape.q[0], shape.k[0], shape.out[0]
+        tensors, out = shape.tensors[0], shape.out[0]
+        q, k, *others = tensors
         tuned = triton.autotune([triton_config(c) for c in configs], key=["seq_len", "HEAD_DIM"])(qk_score_kernel)
-        sizes = geometry(q, k, out, "NHD", fill_tail=True)
-        programs = shape.batch * shape.kv_heads * variant.row_blocks
+        sizes = geometry(tensors, out, "NHD", fill_tail=True)
 
         def grid(meta: dict[str, Any]) -> tuple[int]:
-            return (programs * triton.cdiv(key.seq_len, meta["CHUNK_SIZE"]),)
+            return (programs(variant, meta["CHUNK_SIZE"], sizes),)
 
-        tuned[grid](q, k, out, 1.0, 0.0, *sizes, **shape_constexprs(variant))
+        tuned[grid](q, k, out, *others, 1.0, 0.0, *sizes, **shape_constexprs(variant))
         torch.cuda.synchronize()
         config = str(tuned.best_config)
     return {"seconds": time.perf_counter() - start, "candidates": len(configs), "config": config}
@@ -185,7 +188,17 @@ def show(console: Console, results: dict[str, Any]) -> None:
         shape = f"{row['dtype']} d{row['head_dim']} rows {row['rows']} batch {row['batch']} len {row['seq_len']}"
         ratios = (f"{row[name]:.3f}" for name in ("of_read", "of_read_write", "bmm_over_ours", "matmul_over_ours"))
         table.add_row(f"{row['key_bytes'] / 1e6:.0f} MB", shape, f"{row['us']:.1f}", *ratios)
-    console.print(table)
+    if results["shapes"]:
+        console.print(table)
+    callers = Table(title="callers that torch.matmul cannot serve", title_justify="left")
+    for name in ("caller", "rows", "K", "us", "of read", "of read+write"):
+        callers.add_column(name, justify="left" if name == "caller" else "right", no_wrap=True)
+    for row in results["callers"]:
+        ratios = (f"{row[name]:.3f}" for name in ("of_read", "of_read_write"))
+        size = f"{row['key_bytes'] / 1e6:.0f} MB"
+        callers.add_row(row["caller"], str(row["rows"]), size, f"{row['us']:.1f}", *ratios)
+    if results["callers"]:
+        console.print(callers)
     if tuning := results.get("tuning"):
         ours, theirs = (f"{tuning[side]['seconds']:.2f} s" for side in ("ours", "triton"))
         console.print(f"tuning {tuning['key']} cold: {ours}, triton.autotune {theirs}: {tuning['ratio']:.3f}")
@@ -198,7 +211,7 @@ def main() -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the results there as JSON")
-    parser.add_argument("--only", choices=("shapes", "tuning", "host"), help="run one of the three parts")
+    parser.add_argument("--only", choices=("shapes", "callers", "tuning", "host"), help="run one of the parts")
     parser.add_argument("--tune-one", choices=("ours", "triton"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -213,6 +226,7 @@ def main() -> int:
         "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
         "shapes": [measure_shape(*shape) for shape in SHAPES] if options.only in {None, "shapes"} else [],
     }
+    results["callers"] = [measure_caller(one) for one in CALLERS] if options.only in {None, "callers"} else []
     if options.only in {None, "tuning"}:
         results["tuning"] = measure_tuning()
     if options.only in {None, "host"}:

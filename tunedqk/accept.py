@@ -13,7 +13,7 @@ from triton.runtime.errors import OutOfResources
 
 from tunedqk import validate
 from tunedqk.errors import CrashedError, RejectedConfigError
-from tunedqk.launch import Binary, Variant, build, is_built
+from tunedqk.launch import Binary, build, is_built
 from tunedqk.records import Receipt
 from tunedqk.validate import Validator, Verdict
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from tunedqk.config import KernelConfig
     from tunedqk.db import TuningDB
+    from tunedqk.variant import Variant
 
 
 def now() -> str:

@@ -13,8 +13,9 @@ from tunedqk.accept import Built, Trial
 from tunedqk.compile_pool import CompilePool, processors
 from tunedqk.device import interpreting
 from tunedqk.errors import CompilerCrashedError
-from tunedqk.launch import Variant, is_built, program, target_of
+from tunedqk.launch import is_built, target_of
 from tunedqk.validate import DID_NOT_COMPILE, Verdict
+from tunedqk.variant import Variant, program
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -52,10 +52,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     scope = pretune.add_mutually_exclusive_group()
     scope.add_argument("--quick", action="store_true", help="four keys: bfloat16, head_dim 128, rows 1 and 4")
-    scope.add_argument("--all", action="store_true", help="more head_dims and rows than the default grid")
+    scope.add_argument("--all", action="store_true", help="also more head_dims and rows, float8 keys and pages")
     pretune.add_argument("--head-dims", type=_numbers(1, config.MAX_HEAD_DIM), metavar="N,N", help="only these")
     pretune.add_argument("--seq-lens", type=_numbers(1, 2**31 - 1), metavar="N,N", help="only the buckets of these")
     pretune.add_argument("--rows", type=_numbers(1, 4096), metavar="N,N", help="only these (query rows per KV head)")
+    pretune.add_argument(
+        "--page-sizes", type=_numbers(0, config.MAX_PAGE_SIZE), metavar="N,N", help="only these (0: not paged)"
+    )
     pretune.add_argument("--dtypes", type=_dtypes, metavar="NAME,NAME", help="only these")
     pretune.add_argument("--dry-run", action="store_true", help="show the file, the keys and the number of configs")
     pretune.add_argument("--force", action="store_true", help="tune also what has a winner")
@@ -121,19 +124,10 @@ def _device_ready(console: Console) -> None:
 
 
 def _keys(options: argparse.Namespace) -> list[TuningKey]:
-    """The default, quick or whole grid, with what was chosen by hand in its place."""
-    if options.quick:
-        defaults = config.QUICK_GRID
-    elif options.all:
-        defaults = config.WHOLE_GRID
-    else:
-        defaults = config.DEFAULT_GRID
-    return config.grid(
-        head_dims=options.head_dims or defaults.head_dims,
-        dtypes=options.dtypes or defaults.dtypes,
-        rows=options.rows or defaults.rows,
-        seq_lens=options.seq_lens or defaults.seq_lens,
-    )
+    """The keys of the default, quick or whole grid, with what was chosen by hand in its place."""
+    grids = (config.QUICK_GRID,) if options.quick else config.WHOLE_GRIDS if options.all else (config.DEFAULT_GRID,)
+    chosen = {name: getattr(options, name) for name in config.Grid._fields if getattr(options, name)}
+    return list(dict.fromkeys(key for grid in grids for key in grid._replace(**chosen).tuning_keys()))
 
 
 def _pretune(options: argparse.Namespace) -> int:

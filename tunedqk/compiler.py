@@ -41,11 +41,11 @@ Target = tuple[str, int | str, int]
 class Program(msgspec.Struct, frozen=True):
     """What a binary is compiled from. Dtypes go by Triton's names (`bf16`), so that it can be sent to a process.
 
-    aligned: whether q, k and their strides are multiples of 16 bytes. arguments: constexprs and launch options.
+    pointers: dtypes of the kernel's tensors, in order, or None for one that is not there. aligned: whether q, k and
+    their strides are multiples of 16 bytes. arguments: constexprs and launch options.
     """
 
-    dtype: str
-    out_dtype: str
+    pointers: tuple[str | None, ...]
     aligned: bool
     arguments: dict[str, int | bool | str | None]
 
@@ -67,12 +67,11 @@ def compile_program(kernel: JITFunction, program: Program) -> CompiledKernel:
     Raises what Triton raises.
     """
     hash_triton()
-    q, k = (_Pointer(program.dtype, aligned=program.aligned) for _ in range(2))
-    out = _Pointer(program.out_dtype, aligned=True)
+    pointers = [dtype and _Pointer(dtype, aligned=program.aligned) for dtype in program.pointers]
     scale, fill = 1.0, 0.0
     dot_dtype = program.arguments["DOT_DTYPE"]
     arguments = {**program.arguments, "DOT_DTYPE": dot_dtype and tl.dtype(dot_dtype)}
-    return kernel.warmup(q, k, out, scale, fill, *(1 for _ in UNSPECIALISED), grid=(1,), **arguments)
+    return kernel.warmup(*pointers, scale, fill, *(1 for _ in UNSPECIALISED), grid=(1,), **arguments)
 
 
 class _TargetDriver:

@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tunedqk import ready
+from tunedqk import dense, ready
 from tunedqk.arguments import Sizes, check_programs
 from tunedqk.device import interpreting
 from tunedqk.launch import MAX_PROGRAMS
 
 if TYPE_CHECKING:
     from tunedqk.call import Call
+    from tunedqk.tensors import Tensors
 
 
 def compute(
-    q: torch.Tensor,
-    k: torch.Tensor,
+    tensors: Tensors,
     scale: float,
     layout: str,
     fill: float | None,
@@ -25,44 +25,67 @@ def compute(
     call: Call,
 ) -> torch.Tensor:
     """The scores in `out`, or in a new tensor. No gradient is recorded."""
+    q = tensors[0]
     if out is None:
         # Half the host time of torch.empty.
         out = torch.empty_strided(call.out_shape, call.out_strides, dtype=call.sizes.out_dtype, device=q.device)
     else:
-        call.check_memory(q, k, out)
+        call.check_memory(tensors, out)
     if not call.elements:
         return out
     if q.is_cuda or interpreting():
-        _by_kernel(q, k, out, scale, fill, call)
+        _by_kernel(tensors, out, scale, fill, call)
     else:
-        _by_torch(q, k, out, scale, fill, layout, call.sizes)
+        _by_torch(tensors, out, scale, fill, layout, call)
     return out
 
 
-def _by_kernel(
-    q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, scale: float, fill: float | None, call: Call
-) -> None:
-    slot = call.slot(q, k)
+def _by_kernel(tensors: Tensors, out: torch.Tensor, scale: float, fill: float | None, call: Call) -> None:
+    slot = call.slot(tensors)
     binary = ready.binaries.get(slot)
     if binary is None:
-        binary = ready.make_ready(slot, call.sizes.seq_len)
+        binary = ready.make_ready(slot, call.geometry.seq_len)
     if call.elements > MAX_PROGRAMS:
-        check_programs(binary.programs(call.sizes.batch, call.geometry))
-    if q.is_cuda and slot.device != torch.cuda.current_device():
+        check_programs(binary.programs(call.geometry))
+    if slot.device >= 0 and slot.device != torch.cuda.current_device():
         with torch.cuda.device(slot.device):
-            binary.launch(q, k, out, scale, fill or 0.0, call.geometry)
+            binary.launch(tensors, out, scale, fill or 0.0, call.geometry)
     else:
-        binary.launch(q, k, out, scale, fill or 0.0, call.geometry)
+        binary.launch(tensors, out, scale, fill or 0.0, call.geometry)
 
 
-def _by_torch(
-    q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, scale: float, fill: float | None, layout: str, sizes: Sizes
-) -> None:
+def _by_torch(tensors: Tensors, out: torch.Tensor, scale: float, fill: float | None, layout: str, call: Call) -> None:
     """The same by torch operations, in float64 so that no global matmul precision setting applies."""
-    keys = k if layout == "HND" else k.transpose(1, 2)  # [batch, kv_heads, seq_len, head_dim]
-    rows = q.unflatten(1, (sizes.kv_heads, -1))  # [batch, kv_heads, group, head_dim]
+    sizes = call.sizes
+    seq_len = min(sizes.seq_len, out.shape[-1])
+    rest = None if fill is None else torch.tensor(fill, dtype=torch.float64).to(out.dtype)  # overflows to inf
     for b in range(sizes.batch):  # one request at a time: the float64 copy of a whole cache can be large
-        scores = rows[b].double() @ keys[b].double().transpose(1, 2)  # [kv_heads, group, seq_len]
-        out[b, :, : sizes.seq_len] = scores.mul_(scale).flatten(0, 1).to(out.dtype)
-    if fill is not None:
-        out[:, :, sizes.seq_len :] = torch.tensor(fill, dtype=torch.float64).to(out.dtype)  # overflows to inf
+        request, one = _request(tensors, b, sizes), sizes._replace(batch=1)
+        seen = dense.visible(request, one, seq_len, causal=call.causal)
+        keys = dense.keys(request, one, layout, seen, seq_len)[0].double()  # [seq_len, kv_heads, head_dim]
+        k_scale = dense.scales(request, one, seen, seq_len)
+        if k_scale is not None:
+            keys = keys * k_scale.double().expand(1, seq_len, sizes.kv_heads)[0, ..., None]
+        q = request.q if request.q.dim() == 4 else request.q[:, :, None]
+        if layout == "NHD" and request.q.dim() == 4:
+            q = q.transpose(1, 2)
+        rows = q[0].unflatten(0, (sizes.kv_heads, -1)).flatten(1, 2)  # [kv_heads, group * q_len, head_dim]
+        scores = rows.double() @ keys.permute(1, 2, 0)
+        scores = scores.mul_(scale).unflatten(1, (-1, sizes.q_len)).flatten(0, 1).to(out.dtype)
+        written = out[b] if out.dim() == 4 else out[b, :, None]  # [q_heads, q_len, length]
+        if seen is not None:
+            scores = torch.where(seen, scores, written[..., :seq_len] if rest is None else rest)
+        written[..., :seq_len] = scores
+    if rest is not None:
+        out[..., seq_len:] = rest
+
+
+def _request(tensors: Tensors, b: int, sizes: Sizes) -> Tensors:
+    """One request of a batch, as a batch of one."""
+    one = slice(b, b + 1)
+    k, k_scale = tensors.k, tensors.k_scale
+    if not sizes.page_size:
+        k = k[one]
+        k_scale = k_scale[one] if k_scale is not None and k_scale.dim() == 3 else k_scale
+    lens, starts, table = (None if x is None else x[one] for x in tensors[2:5])
+    return type(tensors)(tensors.q[one], k, lens, starts, table, k_scale)

@@ -6,15 +6,17 @@ Plain data; neither torch nor triton is imported here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
 
 MAX_HEAD_DIM = 576
 MIN_BUCKET = 512
+MAX_QUERIES = 64
+MAX_PAGE_SIZE = 256
 
-ELEMENT_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+ELEMENT_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 """Bytes of one key element, by dtype name: the dtypes that the kernels take."""
 
 LOAD_HINTS = ("", "evict_first")
@@ -87,14 +89,15 @@ class TuningKey(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=T
     page_size: int = 0
 
     def __str__(self) -> str:
-        return f"head_dim {self.head_dim}, {self.dtype}, rows {self.rows}, seq_len {self.seq_len}"
+        pages = f", pages of {self.page_size}" if self.page_size else ""
+        return f"head_dim {self.head_dim}, {self.dtype}, rows {self.rows}, seq_len {self.seq_len}{pages}"
 
     @property
     def command(self) -> str:
         """What to type to tune it ahead of time."""
         return (
             f"tunedqk pretune --head-dims {self.head_dim} --dtypes {self.dtype} --rows {self.rows} "
-            f"--seq-lens {self.seq_len}"
+            f"--seq-lens {self.seq_len}" + (f" --page-sizes {self.page_size}" if self.page_size else "")
         )
 
 
@@ -224,22 +227,25 @@ class Grid(NamedTuple):
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
     rows: tuple[int, ...] = (1, 4, 8, 16)
     seq_lens: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+    page_sizes: tuple[int, ...] = (0,)
+
+    def tuning_keys(self) -> list[TuningKey]:
+        """Its keys, in the order to tune them: the lengths of a shape, which share its binaries, in a row."""
+        keys = (
+            tuning_key(seq_len, head_dim, dtype, row, page_size)
+            for page_size, dtype, head_dim, row, seq_len in itertools.product(
+                self.page_sizes, self.dtypes, self.head_dims, self.rows, self.seq_lens
+            )
+        )
+        return list(dict.fromkeys(keys))
 
 
 DEFAULT_GRID = Grid()
 QUICK_GRID = Grid(head_dims=(128,), dtypes=("bfloat16",), rows=(1, 4), seq_lens=(4096, 32768))
-WHOLE_GRID = Grid(head_dims=(128, 64, 80, 96, 256, 32, 48, 112, 160, 192, 512, 576), rows=(1, 4, 8, 16, 2, 32, 64, 128))
-
-
-def grid(
-    head_dims: Iterable[int] = DEFAULT_GRID.head_dims,
-    dtypes: Iterable[str] = DEFAULT_GRID.dtypes,
-    rows: Iterable[int] = DEFAULT_GRID.rows,
-    seq_lens: Iterable[int] = DEFAULT_GRID.seq_lens,
-) -> list[TuningKey]:
-    """The keys of a grid, in the order to tune them: the lengths of a shape, which share its binaries, in a row."""
-    keys = (
-        tuning_key(seq_len, head_dim, dtype, row)
-        for dtype, head_dim, row, seq_len in itertools.product(dtypes, head_dims, rows, seq_lens)
-    )
-    return list(dict.fromkeys(keys))
+# Several queries are more rows: 64 of them, of 4 query heads a KV head, are 256.
+WHOLE_GRIDS = (
+    Grid(head_dims=(128, 64, 80, 96, 256, 32, 48, 112, 160, 192, 512, 576), rows=(1, 4, 8, 16, 2, 32, 64, 128, 256)),
+    Grid(head_dims=(128, 64, 256), dtypes=("float8_e4m3fn", "float8_e5m2"), page_sizes=(0, 16, 64, 1)),
+    Grid(head_dims=(128, 64, 256), dtypes=("bfloat16", "float16"), page_sizes=(16, 64, 1)),
+)
+"""What `pretune --all` tunes: more shapes, then quantised keys, then pages."""

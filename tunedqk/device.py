@@ -137,6 +137,30 @@ def gpu_identity(index: int) -> GpuIdentity:
     )
 
 
+_TRITON_FP8 = {"float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5"}
+
+
+def supports(device: torch.device, fp8: str) -> bool:
+    """Whether kernels on this device can load a float8 dtype, by torch's name."""
+    import torch
+
+    if device.type != "cuda" or interpreting() or not torch.cuda.is_available():
+        return True
+    return _TRITON_FP8[fp8] in _fp8_formats(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _fp8_formats(index: int) -> tuple[str, ...]:
+    import torch
+    from triton.compiler import make_backend
+    from triton.runtime import driver
+
+    with torch.cuda.device(index):
+        target = driver.active.get_current_target()
+    formats: tuple[str, ...] = make_backend(target).parse_options({}).supported_fp8_dtypes
+    return formats
+
+
 INTERPRETER = GpuIdentity(name="Triton interpreter", arch=INTERPRETER_ARCH, multiprocessors=1)
 
 

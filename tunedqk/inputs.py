@@ -4,84 +4,86 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import torch
 
+from tunedqk.arrangement import Numbers, arrange, memory
 from tunedqk.kernels.loop import loop_scores
-from tunedqk.launch import ALIGNMENT, Variant
+from tunedqk.tensors import Tensors
+from tunedqk.variant import Variant
 
 SCALE = 0.37  # not a power of two: a scale that is lost, or applied twice, shows
+FILL = -7.25
 FAMILIES = ("integers", "random", "one-hot", "cancelling")
 SEED = 20260
 
 
-@dataclasses.dataclass
-class Inputs:
-    """q [batch, q_heads, head_dim], k [batch, seq_len, kv_heads, head_dim], and what the loop kernel makes of them.
+class Case(NamedTuple):
+    """A call to judge a binary on.
 
-    reference, magnitude: fp32 [batch, q_heads, seq_len]; magnitude is |scale| * sum|q||k|. exact: bool, where the
-    result must equal the reference to the bit. pristine: copies of q's and k's whole memory to compare with.
+    expected, magnitude: fp32 [batch, q_heads, (q_len,) seq_len], what the loop kernel makes of it: magnitude is
+    |scale * k_scale| * sum|q||k|, and -1 where a position is hidden. exact: bool, where the result must be equal to
+    the bit. pristine: copies of the inputs' whole memory to compare with.
     """
 
-    q: torch.Tensor
-    k: torch.Tensor
-    reference: torch.Tensor
+    tensors: Tensors
+    expected: torch.Tensor
     magnitude: torch.Tensor
     exact: torch.Tensor
-    scale: float = SCALE
     pristine: tuple[torch.Tensor, ...] = ()
 
     @property
     def seq_len(self) -> int:
         """Number of positions."""
-        return self.k.shape[1]
-
-    def copy_of(self, seq_len: int, kv_heads: int | None = None) -> Inputs:
-        """The first positions, and KV heads, in memory of their own, with NaN wherever no key or query lies."""
-        kv_heads = kv_heads or self.k.shape[2]
-        q_heads = kv_heads * (self.q.shape[1] // self.k.shape[2])
-        q, k = _surrounded_copy(self.q[:, :q_heads]), _surrounded_copy(self.k[:, :, :kv_heads])
-        k[:, seq_len:] = math.nan
-        pristine = (_memory(q).clone(), _memory(k).clone())
-        reference, magnitude, exact = (x[:, :q_heads, :seq_len] for x in (self.reference, self.magnitude, self.exact))
-        return Inputs(q, k[:, :seq_len], reference, magnitude, exact, self.scale, pristine)
+        return self.expected.shape[-1]
 
     def changed(self) -> torch.Tensor:
-        """Whether q's or k's memory, or what surrounds it, is no longer what it was."""
-        pairs = zip((self.q, self.k), self.pristine, strict=True)
-        return torch.stack([(_memory(now) != before).any() for now, before in pairs]).any()
+        """Whether the memory of the inputs, or what surrounds them, is no longer what it was."""
+        pairs = zip(self.tensors.given.values(), self.pristine, strict=True)
+        return torch.stack([(memory(now) != before).any() for now, before in pairs]).any()
 
 
-def _memory(x: torch.Tensor) -> torch.Tensor:
-    """All of the storage behind a tensor, as integers."""
-    whole = torch.as_strided(x, (x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
-    return whole.view(torch.int32 if x.element_size() == 4 else torch.int16)
+@dataclasses.dataclass
+class Inputs:
+    """Numbers that cases are made of. exact: bool [batch, q_heads, q_len, seq_len].
 
+    plain: what the loop kernel makes of them where nothing is hidden, paged or scaled; else each case asks it anew.
+    """
 
-def _surrounded(shape: torch.Size, like: torch.Tensor) -> torch.Tensor:
-    """A tensor with NaN before, behind and between its rows, and the alignment of `like`."""
-    *outer, heads, _ = shape
-    row = like.stride(-2)
-    padded = torch.full(
-        (math.prod(outer) * (heads + 1) * row + 2 * ALIGNMENT,), math.nan, dtype=like.dtype, device=like.device
-    )
-    strides = [(heads + 1) * row * math.prod(outer[i + 1 :]) for i in range(len(outer))]
-    return padded.as_strided(shape, (*strides, row, 1), like.storage_offset())
+    variant: Variant
+    numbers: Numbers
+    exact: torch.Tensor
+    plain: tuple[torch.Tensor, torch.Tensor] | None
 
+    @property
+    def seq_len(self) -> int:
+        """Number of positions."""
+        return self.numbers.k.shape[1]
 
-def _surrounded_copy(x: torch.Tensor) -> torch.Tensor:
-    return _surrounded(x.shape, x).copy_(x)
+    def case(self, seq_len: int, kv_heads: int | None = None) -> Case:
+        """A call on the first positions and KV heads, with NaN wherever no key or query lies.
 
+        At odd lengths it has a query less, where its binaries take that: then a block of rows is not full.
+        """
+        variant, queries = self.variant, queries_of(self.variant)
+        if variant.several and seq_len % 2 and 2 * (queries - 1) * variant.group > variant.rows:
+            queries -= 1
+        numbers = self.numbers.part(seq_len, kv_heads, queries)
+        tensors = arrange(variant, numbers)
+        heads = numbers.q.shape[2]
+        exact = self._of_rows(self.exact[:, :heads, :queries, :seq_len])
+        if self.plain is not None:
+            expected, magnitude = (self._of_rows(x[:, :heads, :, :seq_len]) for x in self.plain)
+        else:
+            expected = torch.full(exact.shape, math.nan, dtype=torch.float32, device=exact.device)
+            fill = FILL if variant.fill else None
+            magnitude = loop_scores(tensors, expected, SCALE, causal=variant.causal, fill=fill)
+        pristine = tuple(memory(x).clone() for x in tensors.given.values())
+        return Case(tensors, expected, magnitude, exact, pristine)
 
-def _template(shape: tuple[int, ...], variant: Variant, device: torch.device) -> torch.Tensor:
-    """An empty tensor whose rows are aligned, or all misaligned, as the variant's binaries expect."""
-    lanes = ALIGNMENT // variant.dtype.itemsize
-    row = -(-(variant.head_dim + 1) // lanes) * lanes
-    offset = 0
-    if not variant.aligned:
-        row, offset = row + 1, 1
-    like = torch.empty(1, dtype=variant.dtype, device=device).as_strided((0, 0), (row, 1), offset)
-    return _surrounded(torch.Size(shape), like)
+    def _of_rows(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.variant.several else x[:, :, 0]
 
 
 def judging_inputs(device: torch.device, variant: Variant, seq_len: int) -> list[Inputs]:
@@ -102,28 +104,41 @@ def long_inputs(device: torch.device, variant: Variant, seq_len: int) -> Inputs:
 
 
 def integer_inputs(device: torch.device, variant: Variant, seq_len: int, batch: int, kv_heads: int) -> Inputs:
-    """Inputs whose results must equal the reference to the bit, in every output dtype."""
+    """Inputs whose results must equal the loop kernel's to the bit, in every output dtype."""
     return _make(device, variant, seq_len, batch, kv_heads, families=("integers",))
+
+
+def queries_of(variant: Variant) -> int:
+    """The most queries that the variant's binaries take."""
+    return variant.rows // variant.group if variant.several else 1
 
 
 def _make(
     device: torch.device, variant: Variant, seq_len: int, batch: int, kv_heads: int, families: tuple[str, ...]
 ) -> Inputs:
-    group, head_dim = variant.group, variant.head_dim
+    group, head_dim, q_len = variant.group, variant.head_dim, queries_of(variant)
     generator = torch.Generator(device).manual_seed(SEED)
-    q = _template((batch, kv_heads * group, head_dim), variant, device)
-    k = _template((batch, seq_len, kv_heads, head_dim), variant, device)
-    exact = torch.zeros(batch, kv_heads * group, seq_len, dtype=torch.bool, device=device)
+    q = torch.empty(batch, q_len, kv_heads * group, head_dim, dtype=variant.dtype, device=device)
+    k = torch.empty(batch, seq_len, kv_heads, head_dim, dtype=variant.k_dtype, device=device)
+    k_scale = torch.rand(batch, seq_len, kv_heads, generator=generator, device=device) + 0.5
+    exact = torch.zeros(batch, kv_heads * group, q_len, seq_len, dtype=torch.bool, device=device)
     for b in range(batch):
         for h in range(kv_heads):
             family = families[(b + h) % len(families)]
-            rows = slice(h * group, (h + 1) * group)
-            q_part, k_part = _FAMILY[family](generator, variant, seq_len)
-            q[b, rows], k[b, :, h] = q_part.to(variant.dtype), k_part.to(variant.dtype)
-            exact[b, rows] = family != "random"
-    reference = torch.empty(exact.shape, dtype=torch.float32, device=device)
-    magnitude = loop_scores(q, k, reference, scale=SCALE)
-    return Inputs(q, k, reference, magnitude, exact)
+            heads = slice(h * group, (h + 1) * group)
+            q_part, k_part = _FAMILY[family](generator, variant, seq_len)  # [rows, head_dim], [seq_len, head_dim]
+            q[b, :, heads] = q_part.view(q_len, group, head_dim).to(variant.dtype)
+            k[b, :, h] = k_part.to(variant.k_dtype)
+            exact[b, heads] = family != "random"
+    plain = None
+    if variant == Variant(*variant[:5]):  # nothing but the sizes and dtypes of q, k and out
+        scores = torch.empty(exact.shape, dtype=torch.float32, device=device)
+        plain = scores, loop_scores(Tensors(q, k), scores, SCALE)
+    return Inputs(variant, Numbers(q, k, k_scale), exact, plain)
+
+
+def _rows(variant: Variant) -> int:
+    return variant.group * queries_of(variant)
 
 
 def _integers(
@@ -136,17 +151,30 @@ def _integers(
     return torch.floor(low + unit * (high - low + 1)) * sign
 
 
-def _largest(variant: Variant) -> int:
-    """Integers up to here keep any sum of head_dim products of two of them below 2^24; bf16 holds no more than 255."""
-    return min(255, math.isqrt(2**23 // variant.head_dim))
+# Integers up to here are all that the significand of a float8 holds, implicit bit included.
+_LARGEST_FP8 = {torch.float8_e4m3fn: 15, torch.float8_e5m2: 7}
+
+
+def _largest(variant: Variant) -> tuple[int, int]:
+    """Of q and of k: integers up to here keep any sum of head_dim products below 2^24; bf16 holds no more than 255.
+
+    float32 queries have 13 bits beside float8 keys, so that TF32, which keeps 11, would show.
+    """
+    largest = min(255, math.isqrt(2**23 // variant.head_dim))
+    of_k = min(largest, _LARGEST_FP8.get(variant.k_dtype, largest))
+    if variant.fp8 and variant.dtype == torch.float32:
+        return min(8191, 2**23 // (variant.head_dim * of_k)), of_k
+    return largest, of_k
 
 
 def _integer_family(generator: torch.Generator, variant: Variant, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Products of 14 bits and more: rounded to fp16, bf16 or TF32 they change, in fp32 they and their sums do not."""
-    q_shape, k_shape = (variant.group, variant.head_dim), (seq_len, variant.head_dim)
-    if variant.dtype != torch.float32:
-        largest = _largest(variant)
-        q, k = (_integers(generator, largest // 2, largest, shape) for shape in (q_shape, k_shape))
+    q_shape, k_shape = (_rows(variant), variant.head_dim), (seq_len, variant.head_dim)
+    if variant.k_dtype != torch.float32:
+        q, k = (
+            _integers(generator, largest // 2, largest, shape)
+            for largest, shape in zip(_largest(variant), (q_shape, k_shape), strict=True)
+        )
         return q, k
     # TF32 keeps 11 bits of an operand: on even columns q has 13 and k has 2, on odd ones the reverse.
     even = torch.arange(variant.head_dim, device=generator.device) % 2 == 0
@@ -156,7 +184,7 @@ def _integer_family(generator: torch.Generator, variant: Variant, seq_len: int) 
 
 
 def _random_family(generator: torch.Generator, variant: Variant, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    shapes = ((variant.group, variant.head_dim), (seq_len, variant.head_dim))
+    shapes = ((_rows(variant), variant.head_dim), (seq_len, variant.head_dim))
     q, k = (torch.randn(shape, generator=generator, device=generator.device) for shape in shapes)
     return q, k
 
@@ -164,7 +192,7 @@ def _random_family(generator: torch.Generator, variant: Variant, seq_len: int) -
 def _one_hot_family(generator: torch.Generator, variant: Variant, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Query row r picks one column, and every key element tells its position and column: permutations show."""
     device = generator.device
-    rows = torch.arange(variant.group, device=device)
+    rows = torch.arange(_rows(variant), device=device)
     columns = torch.arange(variant.head_dim, device=device)
     q = (columns[None, :] == (rows * 7 + 3)[:, None] % variant.head_dim).float()
     positions = torch.arange(seq_len, device=device)
@@ -178,15 +206,15 @@ def _cancelling_family(generator: torch.Generator, variant: Variant, seq_len: in
     product that was rounded cannot hide under the rounding of a 16-bit output.
     """
     device = generator.device
-    largest = _largest(variant)
-    q = torch.zeros(variant.group, variant.head_dim, dtype=torch.float64, device=device)
+    largest, largest_key = _largest(variant)
+    q = torch.zeros(_rows(variant), variant.head_dim, dtype=torch.float64, device=device)
     k = torch.zeros(seq_len, variant.head_dim, dtype=torch.float64, device=device)
     threes = (variant.head_dim - 1) // 3
     if threes:
-        a = _integers(generator, largest // 2 + 1, largest, (variant.group, threes)).abs()
-        b = _integers(generator, 1, largest // 2, (variant.group, threes)).abs()
-        x = _integers(generator, largest // 2, largest, (seq_len, threes))
-        if variant.dtype == torch.float16:
+        a = _integers(generator, largest // 2 + 1, largest, (_rows(variant), threes)).abs()
+        b = _integers(generator, 1, largest // 2, (_rows(variant), threes)).abs()
+        x = _integers(generator, largest_key // 2, largest_key, (seq_len, threes))
+        if variant.k_dtype == torch.float16:
             a[:, 0], b[:, 0], x[:, 0] = 303, 17, 301
         q[:, : 3 * threes] = torch.stack((a, -b, b - a), dim=-1).flatten(1)
         k[:, : 3 * threes] = x.repeat_interleave(3, dim=1)

@@ -1,4 +1,4 @@
-"""From a call's tensors to a launched kernel: sizes and strides of a call, the variants, binaries ready to launch."""
+"""Binaries, ready to launch."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import functools
 import hashlib
 import os
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
-import triton.language as tl
 from triton import knobs
 from triton.runtime import driver
 
-from tunedqk.compiler import Program, compile_program
-from tunedqk.config import Blocking, KernelConfig, TuningKey, blocking, tuning_key
+from tunedqk.compiler import compile_program
 from tunedqk.device import interpreting, start_triton, unload_after
 from tunedqk.kernels.loop import qk_score_loop_kernel
 from tunedqk.kernels.plain import read_kernel, read_write_kernel
 from tunedqk.kernels.vectorized import qk_score_kernel
+from tunedqk.variant import Geometry, Variant, program, shape_constexprs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -28,128 +27,28 @@ if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import CompiledKernel
 
+    from tunedqk.config import KernelConfig
+    from tunedqk.tensors import Tensors
+
 MAX_PROGRAMS = 2**31 - 1
-ALIGNMENT = 16  # bytes, of the widest load
-
-_TL_DTYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _TL_DTYPE}
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+# Where lengths differ, and only the device knows them: so many programs, each of which goes through every so manieth
+# chunk of its request until that ends. On an H200, fewer leave multiprocessors idle, and more have nothing to do.
+RAGGED_PROGRAMS = 2**14
 
 
-class Variant(NamedTuple):
-    """What a call compiles into its binary, besides the config."""
-
-    head_dim: int
-    group: int
-    dtype: torch.dtype
-    out_dtype: torch.dtype
-    aligned: bool
-
-    @property
-    def blocking(self) -> Blocking:
-        """How the kernel cuts this shape."""
-        return blocking(self.head_dim, DTYPE_NAMES[self.dtype], self.group)
-
-    @property
-    def row_blocks(self) -> int:
-        """Programs that share a KV head and a chunk, because its query rows are too many for one."""
-        return -(-self.group // self.blocking.ROWS)
-
-    def key(self, seq_len: int) -> TuningKey:
-        """The key that this variant's winner is stored under."""
-        return tuning_key(seq_len, self.head_dim, DTYPE_NAMES[self.dtype], self.group)
-
-    def __str__(self) -> str:
-        names = f"{DTYPE_NAMES[self.dtype]} to {DTYPE_NAMES[self.out_dtype]}"
-        return f"head_dim {self.head_dim}, group {self.group}, {names}, {'' if self.aligned else 'not '}aligned"
+def programs(variant: Variant, chunk_size: int, sizes: Geometry) -> int:
+    """Programs of a launch; 0 when there is nothing to write."""
+    return _programs(sizes, variant.group, variant.blocking.ROWS, chunk_size, RAGGED_PROGRAMS if variant.ragged else 0)
 
 
-class Geometry(NamedTuple):
-    """Sizes and strides (in elements) of one call, in the order in which the kernel takes them.
-
-    A stride over a dimension of size one is 0: it addresses nothing, and must not spoil the alignment.
-    """
-
-    seq_len: int
-    out_len: int
-    kv_heads: int
-    stride_qb: int
-    stride_qh: int
-    stride_kb: int
-    stride_kl: int
-    stride_kh: int
-    stride_ob: int
-    stride_oh: int
-    stride_ol: int
-
-
-def geometry(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, layout: str, *, fill_tail: bool) -> Geometry:
-    """Sizes and strides of a call whose arguments were checked. Without `fill_tail`, out ends at seq_len."""
-    batch, q_heads, _ = q.shape
-    stride_qb, stride_qh, _ = q.stride()
-    if layout == "NHD":
-        _, seq_len, kv_heads, _ = k.shape
-        stride_kb, stride_kl, stride_kh, _ = k.stride()
-    else:
-        _, kv_heads, seq_len, _ = k.shape
-        stride_kb, stride_kh, stride_kl, _ = k.stride()
-    stride_ob, stride_oh, stride_ol = out.stride()
-    if batch == 1:
-        stride_qb = stride_kb = 0
-    if q_heads == 1:
-        stride_qh = 0
-    if kv_heads == 1:
-        stride_kh = 0
-    if seq_len == 1:
-        stride_kl = 0
-    return Geometry(
-        seq_len, out.shape[2] if fill_tail else seq_len, kv_heads,
-        stride_qb, stride_qh, stride_kb, stride_kl, stride_kh, stride_ob, stride_oh, stride_ol,
-    )  # fmt: skip
-
-
-def strides_aligned(sizes: Geometry, element_size: int) -> bool:
-    """Whether rows of keys and queries lie at multiples of 16 bytes from the first. Output strides do not matter."""
-    _, _, _, qb, qh, kb, kl, kh, _, _, _ = sizes
-    return (qb | qh | kb | kl | kh) * element_size % ALIGNMENT == 0
-
-
-def triton_config(config: KernelConfig) -> triton.Config:
-    """The config as triton.autotune takes it."""
-    return triton.Config(config.meta(), num_warps=config.num_warps, num_stages=config.num_stages)
-
-
-def shape_constexprs(variant: Variant) -> dict[str, Any]:
-    """The kernel's constexpr arguments that the config does not fix, in order."""
-    blocks = variant.blocking
-    dot_dtype = None
-    if blocks.dot:
-        # The interpreter's tl.dot multiplies the bit patterns of bf16.
-        dot_dtype = tl.float32 if interpreting() else _TL_DTYPE[variant.dtype]
-    return {
-        "HEAD_DIM": variant.head_dim,
-        "BLOCK_D": blocks.BLOCK_D,
-        "TAIL_D": blocks.TAIL_D,
-        "GROUP": variant.group,
-        "ROWS": blocks.ROWS,
-        "DOT_DTYPE": dot_dtype,
-        "ALIGNED": variant.aligned,
-        "ROUND_BY_HAND": interpreting() and variant.out_dtype == torch.bfloat16,
-    }
-
-
-def program(variant: Variant, config: KernelConfig) -> Program:
-    """What the compiler needs for a binary."""
-    constexprs = shape_constexprs(variant)
-    if constexprs["DOT_DTYPE"] is not None:
-        constexprs["DOT_DTYPE"] = constexprs["DOT_DTYPE"].name
-    return Program(
-        dtype=_TL_DTYPE[variant.dtype].name,
-        out_dtype=_TL_DTYPE[variant.out_dtype].name,
-        aligned=variant.aligned,
-        # In the Autotuner's own words: Triton's memory of compiled kernels goes by their text.
-        arguments={**constexprs, **triton_config(config).all_kwargs()},
-    )
+def _programs(sizes: Geometry, group: int, rows: int, chunk_size: int, most: int) -> int:
+    """most: of them, about, where lengths differ, else 0."""
+    batch, _, out_len, kv_heads, q_len = sizes[:5]
+    chunks = -(-out_len // chunk_size)
+    requests = batch * kv_heads * -(-group * q_len // rows)
+    if most and requests:
+        chunks = min(chunks, -(-most // requests))
+    return requests * chunks
 
 
 class Binary:
@@ -161,17 +60,21 @@ class Binary:
         self.variant = variant
         self.config = config
         self.constexprs = (*shape_constexprs(variant).values(), *config.meta().values())
-        self._row_blocks = variant.row_blocks
-        self._chunk_size = config.CHUNK_SIZE
+        self._shape = (variant.group, variant.blocking.ROWS, config.CHUNK_SIZE)
+        self._ragged = variant.ragged
 
-    def programs(self, batch: int, sizes: Geometry) -> int:
-        """Programs of a launch; 0 when there is nothing to write."""
-        return batch * sizes.kv_heads * self._row_blocks * -(-sizes.out_len // self._chunk_size)
+    def programs(self, sizes: Geometry, most: int = RAGGED_PROGRAMS) -> int:
+        """Programs of a launch; 0 when there is nothing to write. most: about so many, where lengths differ."""
+        return _programs(sizes, *self._shape, most if self._ragged else 0)
 
     def launch(
-        self, q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, scale: float, fill: float, sizes: Geometry
-    ) -> None:
-        """Launch on the current stream of the current device; the caller checked shapes, dtypes and alignment."""
+        self, tensors: Tensors, out: torch.Tensor, scale: float, fill: float, sizes: Geometry,
+        most: int = RAGGED_PROGRAMS,
+    ) -> None:  # fmt: skip
+        """Launch on the current stream of the current device; the caller checked shapes, dtypes and alignment.
+
+        most: as for programs.
+        """
         raise NotImplementedError
 
 
@@ -188,17 +91,22 @@ class CompiledBinary(Binary):
         unload_after(self.kernel)
 
     def launch(
-        self, q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, scale: float, fill: float, sizes: Geometry
-    ) -> None:
+        self, tensors: Tensors, out: torch.Tensor, scale: float, fill: float, sizes: Geometry,
+        most: int = RAGGED_PROGRAMS,
+    ) -> None:  # fmt: skip
         """See Binary.launch."""
-        programs = self.programs(q.shape[0], sizes)
+        programs = self.programs(sizes, most)
         if not programs:
             return
+        q, k, seq_lens, seq_starts, table, k_scale = tensors
         stream = torch._C._cuda_getCurrentRawStream(q.device.index)  # noqa: SLF001  the public way makes an object
         hooks = knobs.runtime
         self._run(
             programs, 1, 1, stream, *self._fixed, hooks.launch_enter_hook, hooks.launch_exit_hook,
-            q.data_ptr(), k.data_ptr(), out.data_ptr(), scale, fill, *sizes, *self.constexprs,
+            q.data_ptr(), k.data_ptr(), out.data_ptr(),
+            None if seq_lens is None else seq_lens.data_ptr(), None if seq_starts is None else seq_starts.data_ptr(),
+            None if table is None else table.data_ptr(), None if k_scale is None else k_scale.data_ptr(),
+            scale, fill, *sizes, *self.constexprs,
         )  # fmt: skip
 
 
@@ -230,25 +138,27 @@ class InterpretedBinary(Binary):
         self.hash = hashlib.sha256(f"{source_hash()} {program}".encode()).hexdigest()
 
     def launch(
-        self, q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, scale: float, fill: float, sizes: Geometry
-    ) -> None:
+        self, tensors: Tensors, out: torch.Tensor, scale: float, fill: float, sizes: Geometry,
+        most: int = RAGGED_PROGRAMS,
+    ) -> None:  # fmt: skip
         """See Binary.launch."""
-        programs = self.programs(q.shape[0], sizes)
+        programs = self.programs(sizes, most)
         if programs:
+            q, k, *others = tensors
             with INTERPRETER_LOCK:
-                qk_score_kernel[(programs,)](q, k, out, scale, fill, *sizes, *self.constexprs)
+                qk_score_kernel[(programs,)](q, k, out, *others, scale, fill, *sizes, *self.constexprs)
 
 
 @functools.cache
 def source_hash() -> str:
-    """Hash of the fast kernel's module as a syntax tree: helpers and globals count, comments and folders do not."""
+    """Hash of the fast kernel's modules as syntax trees: helpers and globals count, comments and folders do not."""
     import ast
     import inspect
 
-    from tunedqk.kernels import vectorized
+    from tunedqk.kernels import float8, parts, vectorized
 
-    tree = ast.parse(inspect.getsource(vectorized))
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+    trees = [ast.dump(ast.parse(inspect.getsource(module))) for module in (float8, parts, vectorized)]
+    return hashlib.sha256("".join(trees).encode()).hexdigest()
 
 
 _compiled: dict[tuple[int, Variant, KernelConfig], CompiledBinary] = {}  # but for what was forgotten

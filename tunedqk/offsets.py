@@ -9,15 +9,21 @@ leaves NaN where its result belongs. What is not touched is not written, so the 
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tunedqk.inputs import SCALE, Inputs, integer_inputs
-from tunedqk.launch import ALIGNMENT, Binary, Variant, geometry
+from tunedqk.arrangement import arrange
+from tunedqk.inputs import SCALE, Inputs, integer_inputs, queries_of
+from tunedqk.kernels.loop import loop_scores
+from tunedqk.variant import ALIGNMENT, Variant, geometry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from tunedqk.launch import Binary
+    from tunedqk.tensors import Tensors
 
 OFFSET_LIMIT = 2**31  # the first offset that the narrow integer does not hold; a power of two
 # A dimension of which only the last of so many parts, and one, lies beyond the limit ends at limit * (1 + 1 / PARTS).
@@ -43,27 +49,11 @@ class _Case(NamedTuple):
     """What shows one product of an index and a stride. Tensors are compact; spread_q and the others say what is not."""
 
     name: str
-    q: torch.Tensor
-    k: torch.Tensor
+    tensors: Tensors
     expected: torch.Tensor
     spread_q: _Spread | None
     spread_k: _Spread | None
     spread_out: _Spread
-
-
-def _case(
-    name: str,
-    inputs: Inputs,
-    shape: tuple[int, int, int],
-    spread_q: _Spread | None,
-    spread_k: _Spread | None,
-    spread_out: _Spread,
-) -> _Case:
-    """A case on the first of the inputs; shape: batch, KV heads, positions."""
-    batch, kv_heads, seq_len = shape
-    q_heads = kv_heads * (inputs.q.shape[1] // inputs.k.shape[2])
-    q, k = inputs.q[:batch, :q_heads], inputs.k[:batch, :seq_len, :kv_heads]
-    return _Case(name, q, k, inputs.reference[:batch, :q_heads, :seq_len], spread_q, spread_k, spread_out)
 
 
 class OffsetCheck:
@@ -78,6 +68,7 @@ class OffsetCheck:
         self._kv_heads = 2 if variant.group == 1 else PARTS + 1
         self._few: Inputs | None = None
         self._many: Inputs | None = None
+        self._made: dict[tuple[str, int], _Case] = {}
 
     def close(self) -> None:
         """Give the block back to the driver; another trial takes it anew."""
@@ -89,7 +80,7 @@ class OffsetCheck:
 
     def reserve(self, out_dtype: torch.dtype) -> str:
         """Take the block, unless that was tried before. Says why trials with such an output cannot be, or nothing."""
-        itemsize = max(self.variant.dtype.itemsize, out_dtype.itemsize)
+        itemsize = max(self.variant.dtype.itemsize, self.variant.k_dtype.itemsize, out_dtype.itemsize)
         elements = 2 * OFFSET_LIMIT + OFFSET_LIMIT // PARTS + ROOM
         if self._available is None:
             self._available = available_memory(self.device)
@@ -122,30 +113,67 @@ class OffsetCheck:
         if self._many is None or self._many.seq_len < positions:
             longest = (PARTS + 1) * max(chunk, capacity)
             self._many = integer_inputs(self.device, self.variant, longest, batch=1, kv_heads=1)
-        group, last_head, second = self.variant.group, self._kv_heads - 1, _Spread(0, 1)
-        yield _case("batch", self._few, (2, 1, 1), second, second, second)
-        q_head = _Spread(1, last_head * group)
-        yield _case("heads", self._few, (1, self._kv_heads, 1), q_head, _Spread(2, last_head), q_head)
+            self._made.clear()
+        group, heads, q_len, second = self.variant.group, self._kv_heads, queries_of(self.variant), _Spread(0, 1)
+        few, many = self._few, self._many
+        yield self._case("batch", few, (2, 1, 1), second, second, second)
+        q_head = _Spread(1, (heads - 1) * group)
+        of_q = q_head._replace(dim=2 if self.variant.several else 1)
+        yield self._case("heads", few, (1, heads, 1), of_q, _Spread(2, heads - 1), q_head)
         if group > 1:  # where one program does not take them all, the last row is beyond the limit by two products
             last_row = _Spread(1, group - 1)
-            yield _case("rows", self._few, (1, 1, 1), last_row, None, last_row)
+            yield self._case("rows", few, (1, 1, 1), last_row._replace(dim=of_q.dim), None, last_row)
+        if self.variant.several:
+            yield self._case("queries", few, (1, 1, 1), _Spread(1, q_len - 1), None, _Spread(2, q_len - 1))
         # Positions are counted from their chunk's start: the one product is all within a chunk, the other its start.
         # All chunks are full: then a binary may load what its masks leave out, and still read nothing that is not ours.
+        last = 3 if self.variant.several else 2
         for name, first, length in (("positions", chunk - 1, chunk), ("chunks", PARTS * chunk, positions)):
-            yield _case(name, self._many, (1, 1, length), None, _Spread(1, first), _Spread(2, first))
+            of_k = _Spread(0 if self.variant.page_size else 1, first)
+            yield self._case(name, many, (1, 1, length), None, of_k, _Spread(last, first))
+        if self.variant.page_size > 1:
+            in_page = _Spread(1, self.variant.page_size - 1)
+            yield self._case("places in a page", many, (1, 1, chunk), None, in_page, _Spread(last, chunk - 1))
+
+    def _case(
+        self,
+        name: str,
+        inputs: Inputs,
+        shape: tuple[int, int, int],
+        spread_q: _Spread | None,
+        spread_k: _Spread | None,
+        spread_out: _Spread,
+    ) -> _Case:
+        """A case on the first of the inputs; shape: batch, KV heads, positions."""
+        variant, (batch, kv_heads, seq_len) = self.variant, shape
+        made = self._made.get((name, seq_len))
+        if made is not None:
+            return made
+        tensors = arrange(variant, inputs.numbers.part(seq_len, kv_heads, batch=batch), full=True)
+        rows = (batch, kv_heads * variant.group, *([queries_of(variant)] if variant.several else []))
+        expected = torch.full((*rows, seq_len), torch.nan, dtype=torch.float32, device=self.device)
+        loop_scores(tensors, expected, SCALE, causal=variant.causal, fill=0.0 if variant.fill else None)
+        if variant.page_size and spread_k is not None and spread_k.dim == 0:
+            spread_k = _Spread(0, tensors.k.shape[0] - 1)  # the block that the first position is in
+        self._made[name, seq_len] = _Case(name, tensors, expected, spread_q, spread_k, spread_out)
+        return self._made[name, seq_len]
 
     def _with_spread_inputs(self, binary: Binary, case: _Case) -> torch.Tensor:
-        q, k = case.q, case.k
+        q, k = case.tensors[:2]
         if case.spread_q is not None:
-            q = self._spread_copy(q, case.spread_q, gap=2 * q.stride(1))  # between the keys
+            extent = sum((size - 1) * stride for size, stride in zip(k.shape, k.stride(), strict=True))
+            q = self._spread_copy(q, case.spread_q, gap=(extent // ALIGNMENT + 1) * ALIGNMENT)  # between the keys
         if case.spread_k is not None:
             k = self._spread_copy(k, case.spread_k)
         out = torch.empty(case.expected.shape, dtype=binary.variant.out_dtype, device=self.device)
-        return _launch(binary, q, k, out, case.expected)
+        return _launch(binary, case.tensors._replace(q=q, k=k), out, case.expected)
 
     def _with_spread_output(self, binary: Binary, case: _Case) -> torch.Tensor:
-        out, _ = self._views(case.expected.shape, (1, 1, 1), binary.variant.out_dtype, case.spread_out)
-        return _launch(binary, case.q, case.k, out, case.expected)
+        shape = case.expected.shape
+        within = [1 if dim == case.spread_out.dim else size for dim, size in enumerate(shape)]
+        strides = [math.prod(within[dim + 1 :]) for dim in range(len(shape))]
+        out, _ = self._views(shape, strides, binary.variant.out_dtype, case.spread_out)
+        return _launch(binary, case.tensors, out, case.expected)
 
     def _spread_copy(self, x: torch.Tensor, spread: _Spread, gap: int = 0) -> torch.Tensor:
         """The same in the block, with NaN where it would be read if its offsets wrapped."""
@@ -170,10 +198,9 @@ class OffsetCheck:
         return view, wrapped
 
 
-def _launch(
-    binary: Binary, q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, expected: torch.Tensor
-) -> torch.Tensor:
-    """Whether the result differs anywhere. It is exact, and never NaN."""
+def _launch(binary: Binary, tensors: Tensors, out: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Whether the result differs anywhere. It is exact, and NaN only where a position is hidden and not filled."""
     out.fill_(torch.nan)
-    binary.launch(q, k, out, SCALE, 0.0, geometry(q, k, out, "NHD", fill_tail=True))
-    return (out.contiguous() != expected.to(out.dtype)).any()
+    binary.launch(tensors, out, SCALE, 0.0, geometry(tensors, out, "NHD", fill_tail=binary.variant.fill))
+    expected = expected.to(out.dtype)
+    return ((out.contiguous() != expected) & ~(expected.isnan() & out.isnan())).any()

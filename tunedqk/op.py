@@ -6,29 +6,52 @@ from typing import Any
 
 import torch
 
-from tunedqk.arguments import check, check_config
+from tunedqk import dense
+from tunedqk.arguments import Sizes, check, check_config
 from tunedqk.call import call_of
 from tunedqk.compute import compute
 from tunedqk.config import KernelConfig
 from tunedqk.sharding import ensure_rule, is_distributed
+from tunedqk.tensors import Tensors
 
 NO_HINT = "-"
 
 
 @torch.library.custom_op("tunedqk::qk_score", mutates_args=())
 def _score(
-    q: torch.Tensor, k: torch.Tensor, scale: float, layout: str, out_dtype: torch.dtype | None, config: str | None
+    causal: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    seq_lens: torch.Tensor | None,
+    seq_starts: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    scale: float,
+    layout: str,
+    fill: float | None,
+    out_dtype: torch.dtype | None,
+    config: str | None,
 ) -> torch.Tensor:
-    """A new tensor of scores. config: as `_encoded`."""
+    """A new tensor of scores. config: as `_encoded`.
+
+    causal is an int, and the first: DTensor remembers placements by what follows the first int, and only by the tensors
+    before it, among which one that is not there leaves no trace.
+    """
+    tensors = Tensors(q, k, seq_lens, seq_starts, block_table, k_scale)
     with torch.no_grad():
-        call = call_of(q, k, layout, None, None, out_dtype, _decoded(config))
-        return compute(q, k, scale, layout, None, None, call)
+        call = call_of(tensors, layout, bool(causal), fill, None, out_dtype, _decoded(config))
+        return compute(tensors, scale, layout, fill, None, call)
 
 
 @torch.library.custom_op("tunedqk::qk_score_out", mutates_args=("out",))
 def _score_out(
+    causal: int,
     q: torch.Tensor,
     k: torch.Tensor,
+    seq_lens: torch.Tensor | None,
+    seq_starts: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
     out: torch.Tensor,
     scale: float,
     layout: str,
@@ -37,36 +60,24 @@ def _score_out(
     config: str | None,
 ) -> None:
     """Scores in `out`."""
+    tensors = Tensors(q, k, seq_lens, seq_starts, block_table, k_scale)
     with torch.no_grad():
-        call = call_of(q, k, layout, fill, out, out_dtype, _decoded(config))
-        compute(q, k, scale, layout, fill, out, call)
+        call = call_of(tensors, layout, bool(causal), fill, out, out_dtype, _decoded(config))
+        compute(tensors, scale, layout, fill, out, call)
 
 
 @_score.register_fake
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    scale: float,  # noqa: ARG001
-    layout: str,
-    out_dtype: torch.dtype | None,
-    config: str | None,  # noqa: ARG001
-) -> torch.Tensor:
-    sizes = check(q, k, layout, None, out_dtype)
-    return q.new_empty((sizes.batch, sizes.q_heads, sizes.seq_len), dtype=sizes.out_dtype)
+def _(*arguments: Any) -> torch.Tensor:
+    causal, *tensors, _, layout, _, out_dtype, _ = arguments
+    sizes = check(Tensors(*tensors), layout, causal=bool(causal), out=None, out_dtype=out_dtype)
+    q: torch.Tensor = tensors[0]
+    return q.new_empty(sizes.out_shape, dtype=sizes.out_dtype)
 
 
 @_score_out.register_fake
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    out: torch.Tensor,
-    scale: float,  # noqa: ARG001
-    layout: str,
-    fill: float | None,  # noqa: ARG001
-    out_dtype: torch.dtype | None,
-    config: str | None,  # noqa: ARG001
-) -> None:
-    check(q, k, layout, out, out_dtype)
+def _(*arguments: Any) -> None:
+    causal, *tensors, out, _, layout, _, out_dtype, _ = arguments
+    check(Tensors(*tensors), layout, causal=bool(causal), out=out, out_dtype=out_dtype)
 
 
 def _encoded(config: KernelConfig | None) -> str | None:
@@ -90,8 +101,9 @@ def _decoded(config: str | None) -> KernelConfig | None:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
-    q, k, ctx.scale, ctx.layout, _, _ = inputs
-    ctx.save_for_backward(q, k)
+    causal, *tensors, ctx.scale, ctx.layout, _, _, _ = inputs
+    ctx.causal = bool(causal)
+    ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -99,30 +111,56 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 
     So for DTensors it takes a torch whose DTensors can be multiplied as they are sharded; 2.11 cannot over heads.
     """
-    q, k = ctx.saved_tensors
+    tensors, layout, seq_len = Tensors(*ctx.saved_tensors), ctx.layout, grad.shape[-1]
+    q, k = tensors.q, tensors.k
+    sizes = check(tensors, layout, causal=ctx.causal, out=None, out_dtype=None)
     dtype = torch.promote_types(grad.dtype, q.dtype)
-    keys = (k.transpose(1, 2) if ctx.layout == "NHD" else k).to(dtype)  # [batch, kv_heads, seq_len, head_dim]
-    kv_heads = keys.shape[1]
-    grad = (grad * ctx.scale).to(dtype).unflatten(1, (kv_heads, -1))  # [batch, kv_heads, group, seq_len]
+    seen = dense.visible(tensors, sizes, seq_len, causal=ctx.causal)  # [batch, q_len, seq_len]
+    grad = (grad * ctx.scale).to(dtype)
+    if seen is not None:
+        grad = torch.where(seen[:, None] if q.dim() == 4 else seen, grad, 0)
+    grad = _rows(grad, "HND", sizes)  # [batch, kv_heads, rows, seq_len]
+    k_scale = dense.scales(tensors, sizes, seen, seq_len)
+    factors = None if k_scale is None else k_scale.to(dtype).expand(sizes.batch, seq_len, sizes.kv_heads)[..., None]
     grad_q = grad_k = None
-    if ctx.needs_input_grad[0]:
-        grad_q = (grad @ keys).flatten(1, 2).to(q.dtype)
     if ctx.needs_input_grad[1]:
-        rows = q.to(dtype).unflatten(1, (kv_heads, -1))  # [batch, kv_heads, group, head_dim]
-        grad_k = (grad.transpose(2, 3) @ rows).to(k.dtype)
-        if ctx.layout == "NHD":
-            grad_k = grad_k.transpose(1, 2)
-    return grad_q, grad_k, None, None, None, None
+        keys = dense.keys(tensors, sizes, layout, seen, seq_len).to(dtype)
+        keys = keys if factors is None else keys * factors
+        if seen is not None:  # what is hidden may be NaN, and 0 * NaN would be one too
+            keys = torch.where(seen.any(dim=1)[..., None, None], keys, 0)
+        grad_q = _from_rows(grad @ keys.transpose(1, 2), layout, q).to(q.dtype)
+    if ctx.needs_input_grad[2]:
+        grad_k = (grad.transpose(2, 3) @ _rows(q.to(dtype), layout, sizes)).transpose(1, 2)
+        grad_k = dense.to_pool(grad_k, tensors, sizes, seen).to(k.dtype)
+        grad_k = grad_k if layout == "NHD" else grad_k.transpose(1, 2)
+    return None, grad_q, grad_k, *[None] * (len(ctx.needs_input_grad) - 3)
+
+
+def _rows(x: torch.Tensor, layout: str, sizes: Sizes) -> torch.Tensor:
+    """What is [batch, q_heads, (q_len,) n], or with several queries and NHD [batch, q_len, q_heads, n], by KV head."""
+    several = x.dim() == 4
+    if several and layout == "NHD":
+        x = x.transpose(1, 2)
+    by_head: torch.Tensor = x.unflatten(1, (sizes.kv_heads, -1))
+    return by_head.flatten(2, 3) if several else by_head
+
+
+def _from_rows(x: torch.Tensor, layout: str, q: torch.Tensor) -> torch.Tensor:
+    """The inverse, for what shall have q's form."""
+    if q.dim() == 3:
+        return x.flatten(1, 2)
+    x = x.unflatten(2, (-1, q.shape[1 if layout == "NHD" else 2])).flatten(1, 2)
+    return x if layout == "HND" else x.transpose(1, 2)
 
 
 _score.register_autograd(_backward, setup_context=_save)
 
 
 def apply(
-    q: torch.Tensor,
-    k: torch.Tensor,
+    tensors: Tensors,
     scale: float,
     layout: str,
+    causal: bool,
     fill: float | None,
     out: torch.Tensor | None,
     out_dtype: torch.dtype | None,
@@ -131,9 +169,9 @@ def apply(
     """The call by an operator; torch.compile can follow this."""
     sharded = ensure_rule()
     if out is None:
-        scores: torch.Tensor = _score(q, k, scale, layout, out_dtype, _encoded(config))
+        scores: torch.Tensor = _score(int(causal), *tensors, scale, layout, fill, out_dtype, _encoded(config))
         return scores
-    if sharded and is_distributed(q, k, out):
-        raise TypeError("out: expected None where q, k or out is a DTensor, got a tensor")
-    _score_out(q, k, out, scale, layout, fill, out_dtype, _encoded(config))
+    if sharded and is_distributed(*tensors.given.values(), out):
+        raise TypeError("out: expected None where a tensor of the call is a DTensor, got a tensor")
+    _score_out(int(causal), *tensors, out, scale, layout, fill, out_dtype, _encoded(config))
     return out

@@ -22,8 +22,9 @@ from tunedqk.tune import is_candidate, tune
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tunedqk.launch import Binary, Variant
+    from tunedqk.launch import Binary
     from tunedqk.records import Found
+    from tunedqk.variant import Variant
 
 logger = logging.getLogger(__name__)
 

@@ -9,13 +9,22 @@ import msgspec
 import torch
 
 from tunedqk import ready
-from tunedqk.arguments import check, check_number
-from tunedqk.call import Slot, call_of
-from tunedqk.config import MAX_HEAD_DIM, MIN_BUCKET, KernelConfig, TuningKey, bucket
+from tunedqk.arguments import check, check_number, check_quantised
+from tunedqk.call import Slot, call_of, variant_of
+from tunedqk.config import (
+    MAX_HEAD_DIM,
+    MAX_PAGE_SIZE,
+    MAX_QUERIES,
+    MIN_BUCKET,
+    KernelConfig,
+    TuningKey,
+    bucket,
+)
 from tunedqk.device import interpreting
-from tunedqk.launch import ALIGNMENT, Variant
 from tunedqk.records import Entry, Receipt
 from tunedqk.resolve import Mode, mode, resolver_for
+from tunedqk.tensors import Tensors
+from tunedqk.variant import ALIGNMENT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,6 +76,11 @@ def explain(
     *,
     scale: float | None = 1.0,
     layout: str = "NHD",
+    seq_lens: torch.Tensor | None = None,
+    seq_starts: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    k_scale: torch.Tensor | float | None = None,
+    causal: bool = False,
     fill: float | None = -math.inf,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -77,16 +91,21 @@ def explain(
     The binary may be compiled, since a receipt goes by its hash. Nothing is launched, tuned or stored. TypeError and
     ValueError as for `qk_score`.
     """
-    call = call_of(q, k, layout, fill, out, out_dtype, config)
     for name, number in (("scale", scale), ("fill", fill)):
         if number is not None:
             check_number(name, number)
+    if k_scale is not None and not isinstance(k_scale, torch.Tensor):
+        check_number("k_scale", k_scale)
+        check_quantised(k)
+        k_scale = None
+    tensors = Tensors(q, k, seq_lens, seq_starts, block_table, k_scale)
+    call = call_of(tensors, layout, causal, fill, out, out_dtype, config)
     if out is not None:
-        call.check_memory(q, k, out)
-    slot = call.slot(q, k)
+        call.check_memory(tensors, out)
+    slot, seq_len = call.slot(tensors), call.geometry.seq_len
     if not call.elements:
-        return Explanation(key=slot.variant.key(call.sizes.seq_len), variant=str(slot.variant), action="nothing")
-    return _explain(slot, call.sizes.seq_len)
+        return Explanation(key=slot.variant.key(seq_len), variant=str(slot.variant), action="nothing")
+    return _explain(slot, seq_len)
 
 
 def warmup(
@@ -96,7 +115,16 @@ def warmup(
     kv_heads: int,
     max_seq_len: int,
     dtype: torch.dtype = torch.bfloat16,
+    k_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
+    q_len: int = 1,
+    page_size: int = 0,
+    seq_lens: torch.dtype | None = None,
+    seq_starts: torch.dtype | None = None,
+    block_table: torch.dtype | None = None,
+    k_scale: str | None = None,
+    causal: bool = False,
+    fill: bool = True,
     aligned: bool | None = None,
     device: torch.device | str | int | None = None,
 ) -> list[Explanation]:
@@ -108,9 +136,19 @@ def warmup(
         head_dim: elements of a query or key, 1 to 576.
         q_heads: query heads of the model, or of this rank.
         kv_heads: KV heads; q_heads is a multiple.
-        max_seq_len: the longest cache, in positions.
-        dtype: of q and k: float32, float16 or bfloat16.
+        max_seq_len: the longest cache, in positions: of a paged one, what out, or else the block table, has room for.
+        dtype: of q, and of keys that are not quantised: float32, float16 or bfloat16.
+        k_dtype: of float8 keys; dtype by default.
         out_dtype: of the scores; dtype by default.
+        q_len: queries per request. What is ready for one number serves all that round up to the same power of two,
+            times the query heads of a KV head; one query is a case of its own.
+        page_size: of a paged cache; needs seq_lens and block_table.
+        seq_lens: dtype, int32 or int64, of what calls pass by this name; None for nothing.
+        seq_starts: likewise.
+        block_table: likewise.
+        k_scale: "head" for a tensor of shape [] or [kv_heads], "token" for one by token; None for a number or nothing.
+        causal: as calls pass it.
+        fill: whether calls fill what is hidden: False for fill=None.
         aligned: whether addresses and strides of q and k are multiples of 16 bytes. By default what they are in
             contiguous tensors; a server that also passes others warms up for both.
         device: the current CUDA device by default.
@@ -121,20 +159,27 @@ def warmup(
     What is missing is tuned, or replaced, or an error, as TUNEDQK_MODE says. Raises what `qk_score` raises.
     """
     mode()  # an unknown one is an error now, and not in the first request that misses
-    _check_sizes(head_dim=head_dim, q_heads=q_heads, kv_heads=kv_heads, max_seq_len=max_seq_len)
-    if aligned is not None and not isinstance(aligned, bool):
-        raise TypeError(f"aligned: expected a bool or None, got {type(aligned).__name__}")
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype: expected a torch.dtype, got {type(dtype).__name__}")
-    row = torch.empty(head_dim, dtype=dtype, device="cpu")
-    sizes = check(
-        row.expand(1, q_heads, head_dim), row.expand(1, 1, kv_heads, head_dim),
-        "NHD", None, out_dtype,
-    )  # fmt: skip
-    if aligned is None:
-        aligned = head_dim * dtype.itemsize % ALIGNMENT == 0
+    _check_size("head_dim", head_dim, MAX_HEAD_DIM)
+    for name, value in (("q_heads", q_heads), ("kv_heads", kv_heads), ("max_seq_len", max_seq_len)):
+        _check_size(name, value)
+    _check_size("q_len", q_len, MAX_QUERIES)
+    _check_size("page_size", page_size, MAX_PAGE_SIZE, least=0)
+    for name, flag in (("aligned", aligned), ("fill", fill)):
+        if not isinstance(flag, bool) and (flag is not None or name == "fill"):
+            raise TypeError(f"{name}: expected a bool{' or None' * (name == 'aligned')}, got {type(flag).__name__}")
+    if (page_size > 0) != (block_table is not None):
+        raise ValueError(f"page_size: expected one with block_table, and none without, got {page_size}")
     index = _index(device)
-    variant = Variant(head_dim, q_heads // kv_heads, dtype, sizes.out_dtype, aligned)
+    tensors = _stand_ins(
+        (1, q_len, q_heads, head_dim), (1, page_size or 1, kv_heads, head_dim),
+        {"dtype": dtype, "k_dtype": k_dtype or dtype},
+        {"seq_lens": seq_lens, "seq_starts": seq_starts, "block_table": block_table}, k_scale,
+        torch.device("cpu" if index < 0 else f"cuda:{index}"),
+    )  # fmt: skip
+    sizes = check(tensors, "NHD", causal=causal, out=None, out_dtype=out_dtype)
+    if aligned is None:
+        aligned = head_dim * min(dtype.itemsize, tensors.k.element_size()) % ALIGNMENT == 0
+    variant = variant_of(tensors, sizes, causal=causal, fill=fill, aligned=aligned)
     slots = []
     length = MIN_BUCKET
     while length <= bucket(max_seq_len):
@@ -147,13 +192,36 @@ def warmup(
     return [_explain(slot, slot.bucket) for slot in slots]
 
 
-def _check_sizes(**sizes: object) -> None:
-    for name, value in sizes.items():
-        if type(value) is not int:
-            raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-        most = MAX_HEAD_DIM if name == "head_dim" else MAX_SIZE
-        if not 1 <= value <= most:
-            raise ValueError(f"{name}: expected from 1 to {most}, got {value}")
+def _stand_ins(
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    dtypes: dict[str, torch.dtype],
+    indices: dict[str, torch.dtype | None],
+    k_scale: str | None,
+    device: torch.device,
+) -> Tensors:
+    """The smallest tensors of a call, for the checks: of one element's memory each."""
+    for name, dtype in (dtypes | indices).items():
+        if not isinstance(dtype, torch.dtype) and (dtype is not None or name in dtypes):
+            raise TypeError(f"{name}: expected a torch.dtype, got {type(dtype).__name__}")
+    if k_scale not in (None, "head", "token"):
+        raise ValueError(f"k_scale: expected 'head', 'token' or None, got {k_scale!r}")
+    row_of_q, row_of_k = (torch.empty(q_shape[-1], dtype=dtype, device=device) for dtype in dtypes.values())
+    lens, starts, table = (
+        None if dtype is None else torch.empty(shape, dtype=dtype, device=device)
+        for dtype, shape in zip(indices.values(), ((1,), (1,), (1, 1)), strict=True)
+    )
+    scale = None
+    if k_scale is not None:
+        scale = torch.empty(k_shape[2] if k_scale == "head" else k_shape[:3], device=device)
+    return Tensors(row_of_q.expand(q_shape), row_of_k.expand(k_shape), lens, starts, table, scale)
+
+
+def _check_size(name: str, value: object, most: int = MAX_SIZE, least: int = 1) -> None:
+    if type(value) is not int:
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if not least <= value <= most:
+        raise ValueError(f"{name}: expected from {least} to {most}, got {value}")
 
 
 def _index(device: torch.device | str | int | None) -> int:

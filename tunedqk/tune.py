@@ -22,9 +22,11 @@ from tunedqk.config import KernelConfig, TuningKey, fits_shared_memory, search_s
 from tunedqk.device import interpreting, toolchain
 from tunedqk.errors import NoAcceptedConfigError, RejectedConfigError
 from tunedqk.kernels.vectorized import qk_score_kernel
-from tunedqk.launch import TORCH_DTYPES, Binary, Variant, forget, geometry, shape_constexprs, triton_config
+from tunedqk.launch import Binary, forget, programs
 from tunedqk.records import Entry, Shape, Timing
+from tunedqk.tensors import FP8_NAMES, TORCH_DTYPES
 from tunedqk.timing import Sample, ScreenTimer, interleave
+from tunedqk.variant import Variant, geometry, shape_constexprs, triton_config
 from tunedqk.workload import TimedShape, Workload
 
 if TYPE_CHECKING:
@@ -43,9 +45,15 @@ TIE = 1.005  # within this of the best, the incumbent stays
 
 
 def tuned_variant(key: TuningKey) -> Variant:
-    """The variant that stands for a key when it is tuned."""
-    dtype = TORCH_DTYPES[key.dtype]
-    return Variant(key.head_dim, group=key.rows, dtype=dtype, out_dtype=dtype, aligned=True)
+    """The variant that stands for a key when it is tuned: bfloat16 queries for float8 keys, int32 for a block table."""
+    k_dtype = TORCH_DTYPES[key.dtype]
+    fp8 = k_dtype if k_dtype in FP8_NAMES else None
+    dtype = torch.bfloat16 if fp8 else k_dtype
+    index = torch.int32 if key.page_size else None
+    return Variant(
+        key.head_dim, group=key.rows, dtype=dtype, out_dtype=dtype, aligned=True, fp8=fp8,
+        seq_lens=index, block_table=index, page_size=key.page_size,
+    )  # fmt: skip
 
 
 def candidates(key: TuningKey, device: torch.device) -> list[KernelConfig]:
@@ -147,14 +155,14 @@ class _Screening:
             prune_configs_by={"early_config_prune": early_config_prune},
             do_bench=do_bench,
         )(qk_score_kernel)
-        q, k, out = self.shape.q[0], self.shape.k[0], self.shape.out[0]
-        sizes = geometry(q, k, out, "NHD", fill_tail=True)
-        chunks_times = self.shape.batch * self.shape.kv_heads * self.variant.row_blocks
+        tensors, out = self.shape.tensors[0], self.shape.out[0]
+        q, k, *others = tensors
+        sizes = geometry(tensors, out, "NHD", fill_tail=True)
 
         def grid(meta: dict[str, Any]) -> tuple[int]:
-            return (chunks_times * triton.cdiv(sizes.out_len, meta["CHUNK_SIZE"]),)
+            return (programs(self.variant, meta["CHUNK_SIZE"], sizes),)
 
-        tuned[grid](q, k, out, 1.0, 0.0, *sizes, **shape_constexprs(self.variant))
+        tuned[grid](q, k, out, *others, 1.0, 0.0, *sizes, **shape_constexprs(self.variant))
 
     def _admit(self) -> None:
         """The door: validate each candidate as soon as it is compiled."""

@@ -2,8 +2,9 @@
 
 With fp32 output a result may be off by 2 * gamma(head_dim + 2) * |scale| * sum|q||k|, where gamma(n) = n u / (1 - n u)
 and u = 2^-24: twice what n rounded additions and multiplications can cost (Higham, Accuracy and Stability of Numerical
-Algorithms, 3.1). A 16-bit output adds its own one rounding. Where inputs are integers whose products and partial sums
-are all exact in fp32, and in nothing shorter, the result must be equal to the bit.
+Algorithms, 3.1); a k_scale is one multiplication more. A 16-bit output adds its own one rounding. Where inputs are
+integers whose products and partial sums are all exact in fp32, and in nothing shorter, the result must be equal to the
+bit.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from tunedqk.arrangement import bits
 from tunedqk.config import KernelConfig
-from tunedqk.inputs import Inputs, judging_inputs, long_inputs
-from tunedqk.launch import Binary, Variant, geometry
+from tunedqk.inputs import FILL, SCALE, Case, Inputs, judging_inputs, long_inputs
+from tunedqk.launch import Binary
 from tunedqk.offsets import OffsetCheck
+from tunedqk.variant import Variant, geometry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,7 +36,6 @@ TIMED_OUT = "timed out"
 # A race also gives wrong results; the first of these that applies says most.
 _SEVERITY = (OUT_OF_BOUNDS, INPUT_CHANGED, NOT_DETERMINISTIC, WRONG_RESULT)
 
-FILL = -7.25
 GUARD = 37  # elements before and behind the output; odd, so that nothing about the output is aligned
 LAUNCHES = 3
 FAR_OFFSETS = "offsets beyond 2**31"
@@ -60,31 +62,30 @@ class _Finding(NamedTuple):
     failed: torch.Tensor  # bool, on the device
 
 
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers, in which NaNs compare."""
-    return x.view(torch.int32 if x.element_size() == 4 else torch.int16)
-
-
 class _Output:
     """A guarded output: everything in `flat` that is not in `view` must keep its sentinel."""
 
     SENTINEL = 0x7FA5  # a NaN in every 16-bit format, and no result in any
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, step: int = 1) -> None:
-        batch, heads, length = shape
+        *outer, length = shape
         row = (length + 5) * step
-        self.flat = torch.empty(2 * GUARD + batch * heads * row, dtype=dtype, device=device)
-        strides = (heads * row, row, step)
-        self.view = self.flat.as_strided((batch, heads, length), strides, GUARD)
+        self.flat = torch.empty(2 * GUARD + math.prod(outer) * row, dtype=dtype, device=device)
+        strides = [row * math.prod(outer[i + 1 :]) for i in range(len(outer))]
+        self.view = self.flat.as_strided(tuple(shape), (*strides, step), GUARD)
         self.refill()
 
     def refill(self) -> None:
-        _bits(self.flat).fill_(self.SENTINEL)
+        bits(self.flat).fill_(self.SENTINEL)
+
+    def touched(self, where: torch.Tensor) -> torch.Tensor:
+        """Whether any of these elements of the view was written; where: bool, broadcasts to it."""
+        return ((bits(self.view) != self.SENTINEL) & where).any()
 
     def touched_outside(self) -> torch.Tensor:
         """Whether anything around the view was written. Destroys the view."""
-        _bits(self.view).fill_(self.SENTINEL)
-        return (_bits(self.flat) != self.SENTINEL).any()
+        bits(self.view).fill_(self.SENTINEL)
+        return (bits(self.flat) != self.SENTINEL).any()
 
 
 class _Nothing(Binary):
@@ -156,10 +157,10 @@ class Validator:
         chunk = binary.config.CHUNK_SIZE
         self._prepare_chunks(chunk)
         findings: list[_Finding] = []
-        for inputs, launches in self._trials(chunk):
-            self._launch_and_judge(binary, inputs, findings, errors, launches)
+        for case, launches in self._trials(chunk):
+            self._launch_and_judge(binary, case, findings, errors, launches)
         if self._on_gpu:
-            findings.append(self._large_grid(binary, self._judging[0].copy_of(chunk + 1)))
+            findings.append(self._large_grid(binary, self._judging[0].case(chunk + 1)))
         return _conclude(findings, errors)
 
     def _check_offsets(self, binary: Binary, so_far: Verdict, errors: list[torch.Tensor]) -> Verdict:
@@ -170,18 +171,18 @@ class Validator:
         trials = self._offsets.trials(binary, self._capacity)
         return _conclude([_Finding(WRONG_RESULT, f"{FAR_OFFSETS} ({name})", wrong) for name, wrong in trials], errors)
 
-    def _trials(self, chunk: int) -> Iterator[tuple[Inputs, int]]:
-        """Inputs to launch on, and how often."""
+    def _trials(self, chunk: int) -> Iterator[tuple[Case, int]]:
+        """Calls to launch on, and how often."""
         lengths = (2 * chunk + 1, chunk + 1, chunk, chunk - 1, 1)
         if self._on_gpu:
             for seq_len in lengths:
-                yield self._judging[0].copy_of(seq_len), LAUNCHES
+                yield self._judging[0].case(seq_len), LAUNCHES
             return
         # The interpreter takes tens of milliseconds a program, and runs one at a time: all heads once, then one head.
         for inputs in self._judging:
-            yield inputs.copy_of(lengths[0]), 1
+            yield inputs.case(lengths[0]), 1
         for seq_len in lengths[1:]:
-            yield self._judging[0].copy_of(seq_len, kv_heads=1), 2 if seq_len == chunk else 1
+            yield self._judging[0].case(seq_len, kv_heads=1), 2 if seq_len == chunk else 1
 
     def check_length(self, binary: Binary, seq_len: int) -> Verdict:
         """One comparison at the length of a bucket. The interpreter, which would take minutes, skips it."""
@@ -189,66 +190,78 @@ class Validator:
             return Verdict(CORRECT)
         findings: list[_Finding] = []
         errors: list[torch.Tensor] = []
-        self._launch_and_judge(binary, self._prepare_length(seq_len), findings, errors, launches=1)
+        self._launch_and_judge(binary, self._prepare_length(seq_len).case(seq_len), findings, errors, launches=1)
         return _conclude(findings, errors)
 
     def _launch_and_judge(
         self,
         binary: Binary,
-        inputs: Inputs,
+        case: Case,
         findings: list[_Finding],
         errors: list[torch.Tensor],
         launches: int,
     ) -> None:
-        """Launch on one length; odd lengths get a tail to fill, and positions two elements apart."""
-        q, k, seq_len = inputs.q, inputs.k, inputs.seq_len
+        """Launch on one length; odd lengths get a tail, and positions two elements apart."""
+        seq_len, filled = case.seq_len, binary.variant.fill
         tail = 3 * (seq_len % 2)
-        shape = (q.shape[0], q.shape[1], seq_len + tail)
+        shape = (*case.expected.shape[:-1], seq_len + tail)
         out = _Output(shape, binary.variant.out_dtype, self.device, step=1 + seq_len % 2)
         where = f"seq_len {seq_len}"
         first: torch.Tensor | None = None
-        for _ in range(launches):
+        for turn in range(launches):
             out.refill()
-            binary.launch(q, k, out.view, inputs.scale, FILL, geometry(q, k, out.view, "NHD", fill_tail=True))
+            sizes = geometry(case.tensors, out.view, "NHD", fill_tail=filled)
+            # Where lengths differ, programs go through more than one chunk only if there are many of them, or few.
+            few = (turn + seq_len) % 2
+            binary.launch(case.tensors, out.view, SCALE, FILL, sizes, *([1] if few else []))
             if first is None:
                 first = out.flat.clone() if launches > 1 else out.flat
             else:
-                findings.append(_Finding(NOT_DETERMINISTIC, where, (_bits(first) != _bits(out.flat)).any()))
-        wrong, error = self._compare(out.view[..., :seq_len], inputs)
-        wrong |= (out.view[..., seq_len:] != FILL).any()
+                findings.append(_Finding(NOT_DETERMINISTIC, where, (bits(first) != bits(out.flat)).any()))
+        wrong, error = self._compare(out.view[..., :seq_len], case)
+        if filled:
+            wrong |= (out.view[..., seq_len:] != FILL).any()
+        else:
+            hidden = torch.ones(shape, dtype=torch.bool, device=self.device)
+            hidden[..., :seq_len] = case.magnitude < 0
+            findings.append(_Finding(OUT_OF_BOUNDS, f"{where}, a hidden position", out.touched(hidden)))
         findings.append(_Finding(WRONG_RESULT, where, wrong))
         errors.append(error)
         findings.append(_Finding(OUT_OF_BOUNDS, where, out.touched_outside()))
-        if inputs.pristine:
-            findings.append(_Finding(INPUT_CHANGED, where, inputs.changed()))
+        findings.append(_Finding(INPUT_CHANGED, where, case.changed()))
 
-    def _compare(self, got: torch.Tensor, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def _compare(self, got: torch.Tensor, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
         """Whether a result differs by more than its bound; the largest error in units of the bound."""
-        expected = inputs.reference
-        bound = 2 * gamma(self.variant.head_dim + 2) * inputs.magnitude
+        expected, hidden = case.expected, case.magnitude < 0
+        roundings = self.variant.head_dim + 2 + bool(self.variant.k_scale)
+        bound = 2 * gamma(roundings) * case.magnitude
         error = (got.float() - expected).abs()
         allowed = bound
         if got.dtype != torch.float32:
             info = torch.finfo(got.dtype)
             allowed = bound + (expected.abs() + bound) * (info.eps / 2) + info.smallest_normal * info.eps / 2
         exact = got == expected.to(got.dtype)
+        if not self.variant.fill:  # whether they were touched is another question
+            exact |= hidden
         # Written so that a NaN fails.
-        right = exact | ((error <= allowed) & ~inputs.exact)
+        right = exact | ((error <= allowed) & ~(case.exact | hidden))
         return ~right.all(), torch.where(exact, 0.0, error / allowed).amax()
 
-    def _large_grid(self, binary: Binary, inputs: Inputs) -> _Finding:
-        """More programs than the GPU holds at once, over keys that all batch elements share."""
-        q, k = inputs.q[:1], inputs.k[:1]
-        expected = _Output((1, q.shape[1], inputs.seq_len), binary.variant.out_dtype, self.device)
-        sizes = geometry(q, k, expected.view, "NHD", fill_tail=True)
-        binary.launch(q, k, expected.view, inputs.scale, FILL, sizes)
+    def _large_grid(self, binary: Binary, case: Case) -> _Finding:
+        """More programs than the GPU holds at once, over one request's tensors, which all batch elements share."""
+
+        def launch(batch: int) -> tuple[_Output, int]:
+            tensors = case.tensors.repeated(batch)
+            out = _Output((batch, *case.expected.shape[1:]), binary.variant.out_dtype, self.device)
+            sizes = geometry(tensors, out.view, "NHD", fill_tail=binary.variant.fill)
+            binary.launch(tensors, out.view, SCALE, FILL, sizes)
+            return out, binary.programs(sizes)
+
+        expected, programs = launch(1)
         held = RESIDENT_PROGRAMS * torch.cuda.get_device_properties(self.device).multi_processor_count
-        batch = math.ceil(held / binary.programs(1, sizes))
-        out = _Output((batch, q.shape[1], inputs.seq_len), binary.variant.out_dtype, self.device)
-        q, k = q.expand(batch, -1, -1), k.expand(batch, -1, -1, -1)
-        sizes = geometry(q, k, out.view, "NHD", fill_tail=True)
-        binary.launch(q, k, out.view, inputs.scale, FILL, sizes)
-        return _Finding(WRONG_RESULT, f"batch {batch}", (_bits(out.view) != _bits(expected.view)).any())
+        batch = math.ceil(held / programs)
+        out, _ = launch(batch)
+        return _Finding(WRONG_RESULT, f"batch {batch}", (bits(out.view) != bits(expected.view)).any())
 
 
 def _conclude(findings: list[_Finding], errors: list[torch.Tensor]) -> Verdict:

@@ -9,11 +9,14 @@ import torch
 
 from tunedqk.config import MIN_BUCKET
 from tunedqk.errors import TuningDeclinedError
-from tunedqk.launch import Binary, Variant, geometry
+from tunedqk.tensors import Tensors
 from tunedqk.timing import Replay, rotation
+from tunedqk.variant import Variant, geometry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from tunedqk.launch import Binary
 
 KV_HEADS = 8
 # batch * kv_heads of a single request, of small and of large batches; which of them fit depends on the bucket.
@@ -27,7 +30,7 @@ ASSUMED_BANDWIDTH = 3e6  # bytes a microsecond, to size a replay
 
 
 class TimedShape(NamedTuple):
-    """One batch size of a key, with tensors for one launch after the other: k NHD [batch, seq_len, kv_heads, head_dim].
+    """One batch size of a key, with tensors for one launch after the other, in layout NHD.
 
     Keys rotate so that none is found in L2. Outputs rotate as well: one that is written again and again would stay in
     L2, and its bytes would never be paid for (at 4 rows that makes a plain kernel 8 % faster than memory allows).
@@ -35,28 +38,32 @@ class TimedShape(NamedTuple):
 
     batch: int
     kv_heads: int
-    q: list[torch.Tensor]
-    k: list[torch.Tensor]
+    tensors: list[Tensors]
     out: list[torch.Tensor]
+
+    @property
+    def k(self) -> list[torch.Tensor]:
+        """The keys of each launch."""
+        return [tensors.k for tensors in self.tensors]
 
     @property
     def bytes(self) -> int:
         """Bytes that one launch has to move."""
-        return sum(sets[0].numel() * sets[0].element_size() for sets in (self.q, self.k, self.out))
+        return sum(x.nbytes for x in self.tensors[0].given.values()) + self.out[0].nbytes
 
     @property
     def passes(self) -> int:
         """How often a replay goes through the sets."""
-        return max(1, round(REPLAY_US * ASSUMED_BANDWIDTH / (self.bytes * len(self.k))))
+        return max(1, round(REPLAY_US * ASSUMED_BANDWIDTH / (self.bytes * len(self.tensors))))
 
     def launches(self, binary: Binary) -> list[Callable[[], None]]:
         """One launch of the binary per set."""
 
-        def launch(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
-            sizes = geometry(q, k, out, "NHD", fill_tail=True)
-            return lambda: binary.launch(q, k, out, 1.0, 0.0, sizes)
+        def launch(tensors: Tensors, out: torch.Tensor) -> Callable[[], None]:
+            sizes = geometry(tensors, out, "NHD", fill_tail=True)
+            return lambda: binary.launch(tensors, out, 1.0, 0.0, sizes)
 
-        return [launch(*tensors) for tensors in zip(self.q, self.k, self.out, strict=True)]
+        return [launch(*arguments) for arguments in zip(self.tensors, self.out, strict=True)]
 
     def replay(self, binary: Binary) -> Replay:
         """The binary over all sets, as one graph."""
@@ -87,7 +94,7 @@ class Workload:
         if device.type != "cuda":
             # Each program takes the interpreter milliseconds, and its times mean nothing: the pipeline is what counts.
             self.seq_len, self.kv_heads = min(seq_len, MIN_BUCKET), 1
-        row = self.kv_heads * self.seq_len * variant.head_dim * variant.dtype.itemsize
+        row = self.kv_heads * self.seq_len * variant.head_dim * variant.k_dtype.itemsize
         if device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
             limit = min(limit, int(free * MEMORY_SHARE))
@@ -105,35 +112,46 @@ class Workload:
             self._output_bytes = 0
             sets = dict.fromkeys(batches, 1)
         self._pool = torch.empty(
-            max(batch * count for batch, count in sets.items()) * row // variant.dtype.itemsize,
-            dtype=variant.dtype, device=device,
+            max(batch * count for batch, count in sets.items()) * row // variant.k_dtype.itemsize,
+            dtype=variant.k_dtype, device=device,
         )  # fmt: skip
-        self._pool.normal_()
+        for part in self._pool.split(1 << 26):
+            part.copy_(torch.randn(part.shape, dtype=variant.dtype, device=device))  # float8 has no normal_
         self.shapes = [self._shape(batch, sets[batch]) for batch in batches]
 
     def _shape(self, batch: int, sets: int) -> TimedShape:
-        shape = (batch, self.seq_len, self.kv_heads, self.variant.head_dim)
+        variant = self.variant
+        pages = (self.seq_len // variant.page_size, variant.page_size) if variant.page_size else (1, self.seq_len)
+        shape = (batch * pages[0], pages[1], self.kv_heads, variant.head_dim)
         size = math.prod(shape)
-        q_heads = self.kv_heads * self.variant.group
+        q_heads = self.kv_heads * variant.group
         keys = [self._pool[i * size : (i + 1) * size].view(shape) for i in range(sets)]
-        out_bytes = batch * q_heads * self.seq_len * self.variant.out_dtype.itemsize
-        key_bytes = size * self.variant.dtype.itemsize
-        most = self._replay_us * ASSUMED_BANDWIDTH / (key_bytes + out_bytes)
+        out_bytes = batch * q_heads * self.seq_len * variant.out_dtype.itemsize
+        most = self._replay_us * ASSUMED_BANDWIDTH / (keys[0].nbytes + out_bytes)
         outputs = [
-            torch.empty(batch, q_heads, self.seq_len, dtype=self.variant.out_dtype, device=self.device)
+            torch.empty(batch, q_heads, self.seq_len, dtype=variant.out_dtype, device=self.device)
             for _ in range(max(1, math.ceil(min(most, self._output_bytes / out_bytes))))
         ]
         launches = max(sets, len(outputs))
-        return TimedShape(
-            batch,
-            self.kv_heads,
-            q=[self._random(batch, q_heads, self.variant.head_dim) for _ in range(launches)],
-            k=[keys[i % sets] for i in range(launches)],
-            out=[outputs[i % len(outputs)] for i in range(launches)],
-        )
+        lens = None
+        if variant.seq_lens:
+            lens = torch.full((batch,), self.seq_len, dtype=variant.seq_lens, device=self.device)
+        tables = [self._table(batch, pages[0]) for _ in range(sets)]
+        tensors = [
+            Tensors(
+                torch.randn(batch, q_heads, variant.head_dim, device=self.device).to(variant.dtype),
+                keys[i % sets], seq_lens=lens, block_table=tables[i % sets],
+            )
+            for i in range(launches)
+        ]  # fmt: skip
+        return TimedShape(batch, self.kv_heads, tensors, [outputs[i % len(outputs)] for i in range(launches)])
 
-    def _random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, dtype=torch.float32, device=self.device).to(self.variant.dtype)
+    def _table(self, batch: int, blocks: int) -> torch.Tensor | None:
+        """Blocks in random order, as in a pool that has been in use for a while."""
+        if not self.variant.page_size:
+            return None
+        order = torch.randperm(batch * blocks, device=self.device)
+        return order.to(self.variant.block_table).view(batch, blocks)
 
     @property
     def screening(self) -> TimedShape:
