@@ -245,7 +245,7 @@ def memory(device, environment, keys, start, real=False, patience=PATIENCE):
         tuned = [tuning_key(512, head_dim, "float32", 1) for head_dim in range(17, 17 + keys)]
         if real:
             tune.candidates = pretune.candidates = CANDIDATES
-            tuned = [key for key in config.grid() if key.seq_len == 512][:keys]
+            tuned = [key for key in config.DEFAULT_GRID.tuning_keys() if key.seq_len == 512][:keys]
         else:
             CONFIGS[:] = [KernelConfig(chunk, 1024, num_warps=4) for chunk in (1024, 2048)]
         resolver, held = resolver_for(place(device)), []

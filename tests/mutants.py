@@ -1,7 +1,7 @@
 """The fast kernel with planted faults, and binaries of such kernels that the product's Validator and Door can judge.
 
-A mutant is the source of `kernels/vectorized.py` with one expression replaced, so mutants follow the product; an
-expression that no longer occurs is an error, not a mutant that silently equals the product.
+A mutant is the source of the fast kernel's modules, as one module, with one expression replaced, so mutants follow the
+product; an expression that no longer occurs is an error, not a mutant that silently equals the product.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import inspect
 import itertools
+import re
 import sys
 import tempfile
 import types
@@ -22,19 +23,24 @@ import torch
 from tunedqk import launch, validate
 from tunedqk.config import KernelConfig
 from tunedqk.device import interpreting
-from tunedqk.kernels import vectorized
-from tunedqk.launch import Variant
+from tunedqk.kernels import float8, parts, vectorized
+from tunedqk.variant import Variant
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+INT32, INT64 = torch.int32, torch.int64
 
 _folder = tempfile.TemporaryDirectory(prefix="tunedqk-mutants-")  # removed with the process
 _numbers = itertools.count()
+_IMPORTS = re.compile(r"^from tunedqk\.kernels\.\w+ import (\([^)]*\))?.*\n", re.MULTILINE)
 
 
 def mutated_source(edits):
     """The fast kernel's source with every occurrence of each old text replaced by the new one."""
-    source = inspect.getsource(vectorized)
+    source = "\n\n".join(_IMPORTS.sub("", inspect.getsource(module)) for module in (float8, parts, vectorized))
+    assert "tunedqk" not in source.replace("tunedqk::", ""), "it would import what is to be mutated"
     for old, new in edits:
+        assert old != new, f"{old!r} is no edit"
         assert old in source, f"the fast kernel no longer contains {old!r}"
         source = source.replace(old, new)
     return source
@@ -99,13 +105,10 @@ def _row(x):
 
 """
 TL_VIEW = (
-    ("(pos < left)[:, None] & (offs_d < HEAD_DIM)[None, :]", "_column(pos < left) & _row(offs_d < HEAD_DIM)"),
-    (
-        "k_base + pos.to(tl.int64)[:, None] * stride_kl + offs_d[None, :]",
-        "k_base + _column(pos.to(tl.int64)) * stride_kl + _row(offs_d)",
-    ),
+    ("inside[:, None] & (offs_d < form.HEAD_DIM)[None, :]", "_column(inside) & _row(offs_d < form.HEAD_DIM)"),
+    ("base + offsets[:, None] + offs_d[None, :]", "base + _column(offsets) + _row(offs_d)"),
     ("q.to(tl.float32)[None, :]", "_row(q.to(tl.float32))"),
-    ("@triton.jit\ndef _load_keys(", f"{_VIEWS}@triton.jit\ndef _load_keys("),
+    ("@triton.jit\ndef load_keys(", f"{_VIEWS}@triton.jit\ndef load_keys("),
 )
 
 SMALL = KernelConfig(16, 16, num_warps=4)
@@ -113,12 +116,33 @@ LOOP = KernelConfig(32, 16, num_warps=4)
 PIPELINED = KernelConfig(64, 16, num_warps=4, num_stages=2)
 
 
-def variant_of(dtype=FP32, out_dtype=None, head_dim=16, group=1, *, aligned=True):
-    """A variant; the output has the keys' dtype unless it is given."""
-    return Variant(head_dim, group, dtype, out_dtype or dtype, aligned)
+def variant_of(dtype=FP32, out_dtype=None, head_dim=16, group=1, *, aligned=True, **others):
+    """A variant; the output has the queries' dtype unless it is given."""
+    return Variant(head_dim, group, dtype, out_dtype or dtype, aligned, **others)
 
 
 BY_SUM, BY_DOT = variant_of(group=2), variant_of(BF16, group=3)
+TWO_BLOCKS = variant_of(group=20)
+RAGGED = variant_of(group=2, seq_lens=INT32, seq_starts=INT32)
+RAGGED_BY_DOT = variant_of(BF16, group=3, seq_lens=INT64, seq_starts=INT64)
+UNFILLED, UNFILLED_BY_DOT = RAGGED._replace(fill=False), RAGGED_BY_DOT._replace(fill=False)
+# Of several queries: rows that are no power of two, and at odd lengths a query less.
+SEVERAL, SEVERAL_BY_DOT = variant_of(group=2, rows=8), variant_of(BF16, group=3, rows=16)
+SQUARE = variant_of(group=2, rows=4)  # as many queries as heads
+QUERY_LENGTHS, QUERY_LENGTHS_BY_DOT = SEVERAL._replace(seq_lens=INT32), SEVERAL_BY_DOT._replace(seq_lens=INT64)
+CAUSAL, CAUSAL_BY_DOT = SEVERAL._replace(causal=True), SEVERAL_BY_DOT._replace(causal=True)
+CAUSAL_BLOCKS = variant_of(group=5, rows=32, causal=True)
+# Pages of several tiles, of parts of one, and of one and a half.
+PAGED = variant_of(group=2, seq_lens=INT32, block_table=INT32, page_size=32)
+PAGED_STARTS = PAGED._replace(seq_starts=INT32)
+SMALL_PAGES = variant_of(BF16, group=3, seq_lens=INT64, block_table=INT64, page_size=2)
+ODD_PAGES = PAGED._replace(page_size=24)
+HEAD_SCALES = variant_of(group=2, fp8=E5M2, k_scale="head")
+HEAD_SCALES_BY_DOT = variant_of(BF16, group=3, fp8=E4M3, k_scale="head")
+TOKEN_SCALES = variant_of(group=2, fp8=E4M3, k_scale="token")
+TOKEN_SCALES_BY_DOT = variant_of(BF16, group=3, fp8=E5M2, k_scale="token")
+PAIRS = variant_of(BF16, FP32, head_dim=32, group=4, fp8=E4M3)
+PAGED_SCALES = PAGED._replace(fp8=E4M3, k_scale="token")
 
 
 class Mutant(NamedTuple):
@@ -147,61 +171,91 @@ def _mutant(name, old, new, verdict=validate.WRONG_RESULT, **fields):
     return Mutant(name, ((old, new),), verdict, **fields)
 
 
-OUT_LEFT = "tl.minimum(out_len - start, CHUNK_SIZE)"
+def _mutants(name, old, new, variants, verdict=validate.WRONG_RESULT, **fields):
+    """The same fault where tiles are scored by sum, and where they are by dot."""
+    by_sum, by_dot = (_mutant(name, old, new, verdict, variant=variant, **fields) for variant in variants)
+    return [by_sum, by_dot._replace(name=f"{name} by dot")]
+
+
+OUT_LEFT = "tl.minimum(out_len - start, form.CHUNK_SIZE)"
 PRODUCT = "keys.to(tl.float32) * q.to(tl.float32)[None, :]"
-DOT = 'tl.dot(keys.to(q.dtype), q, input_precision="ieee")'
-KEY_PTRS = "k_base + pos.to(tl.int64)[:, None] * stride_kl"
-LOADED_KEYS = "return tl.load(ptrs, mask=mask, other=0.0, eviction_policy=LOAD_HINT)"
-SUM_MASK = "mask = (pos < out_left) & (row < rows_left)"
-DOT_MASK = "mask = (pos < out_left)[:, None] & (rows < rows_left)[None, :]"
-SUM_SCORES = "_to_output(scores * scale, fill, pos < left,"
-DOT_SCORES = "_to_output(scores * scale, fill, valid,"
-TILE_BY_DOT = "q, tail_q, k_base, out_base, scale, fill, tile"
-Q_ROW = "tl.minimum(row, rows_left - 1) * stride_qh"
-OUT_BASE = "out_base = out_ptr + batch"
+DOT = 'tl.dot(to_operand(tile_keys, columns.dtype), columns, input_precision="ieee")'
+KEY_POSITION = "(tile + in_tile).to(tl.int64) * cache.stride_l"
+LOADED_KEYS = "return tl.load(ptrs, mask=mask, other=0.0, eviction_policy=form.LOAD_HINT)"
+SUM_MASK = "mask = (pos < chunk.out_left) & (query.first + row < query.count)"
+DOT_MASK = "mask = (pos < chunk.out_left)[:, None] & (rows < query.count)[None, :]"
+SUM_SCALED = "\n        scores *= scale\n"
+DOT_SCALED = "\n    scores *= scale\n"
+SUM_SEVERAL = "if form.SEVERAL and form.RAGGED:\n            valid ="
+DOT_SEVERAL = "if form.SEVERAL and form.RAGGED:\n        valid ="
+SUM_HIDDEN = "if not form.FILL:\n            mask ="
+DOT_HIDDEN = "if not form.FILL:\n        mask ="
+READ_ROW = "tl.minimum(query.first + row, query.count - 1)"
+Q_ROW = "row_offsets(read_row, query.stride_h, query.stride_i, form)"
+Q_COLUMN = "row_offsets(rows, query.stride_h, query.stride_i, form)"
+OUT_ROW = "row_offsets(query.first + row, out.stride_h, out.stride_i, form)"
+OUT_COLUMN = "row_offsets(rows, out.stride_h, out.stride_i, form)"
+OUT_BASE = "out_base = out_ptr + b"
+LENGTH = "tl.load(lengths.base + queries * lengths.stride_i).to(tl.int64)"
+BEGIN = "tl.load(seq_starts_ptr + b * stride_sb).to(tl.int64)"
+LATER_QUERIES = "lengths.q_len - 1 - queries"
+OWN_END = "ends_of(lengths, read_row // form.GROUP, form)"
+OWN_ENDS = "ends_of(lengths, own // form.GROUP, form)"
+CHUNKS = "((out_len + form.CHUNK_SIZE - 1) // form.CHUNK_SIZE)"
+LAST = "(tl.maximum(end, 0) + form.CHUNK_SIZE - 1) // form.CHUNK_SIZE"
+FIRST = "tl.maximum(begin, 0) // form.CHUNK_SIZE"
+FILLED_ROWS = "tl.minimum(query.count - query.first, form.ROWS)"
+PAGE = "tl.load(cache.table + position // form.PAGE_SIZE, mask=inside, other=0)"
+PAGE_OF_TILE = "tl.load(cache.table + position // form.PAGE_SIZE, mask=seen, other=0)"
+PLACE = "in_page = position % form.PAGE_SIZE"
+ONE_PAGE = "if form.PAGE_SIZE % form.TILE_SIZE == 0:"
+LOADED_SCALES = "tl.load(k_scales.base + offsets, mask=inside, other=0.0)"
 FP16_PRODUCTS = ((PRODUCT, f"({PRODUCT}).to(tl.float16).to(tl.float32)"),)
 BF16_PRODUCTS = ((PRODUCT, f"({PRODUCT}).to(tl.bfloat16).to(tl.float32)"),)
 # Nanoseconds, of which the lowest bits always are 0.
 CLOCK = "((tl.extra.cuda.globaltimer() >> 10) & 7)"
 
-BRANCH = "    if DOT_DTYPE is None:\n        for"
-OTHERS_PLACE = "out_ptr + batch // 8 * stride_ob + q_head * stride_oh + start * stride_ol"
+START = "    head_scale, k_scales = None, None\n"
+OTHERS_PLACE = "out_ptr + b // 8 * stride_ob + kv_head * GROUP * stride_oh + index * CHUNK_SIZE * stride_ol"
 
 LAST_POSITION_SKIPPED = ((SUM_MASK, SUM_MASK.replace("out_left", "out_left - 1")),)
 
 MUTANTS = [
     # Something is left out.
-    _mutant("last chunk skipped", OUT_LEFT, f"tl.where(chunk == chunks - 1, 0, {OUT_LEFT})"),
+    _mutant("last chunk skipped", OUT_LEFT, f"tl.where(start + form.CHUNK_SIZE >= out_len, 0, {OUT_LEFT})"),
     Mutant("last position skipped", LAST_POSITION_SKIPPED),
     _mutant("last position skipped by dot", DOT_MASK, DOT_MASK.replace("out_left", "out_left - 1"), variant=BY_DOT),
-    _mutant("second tile skipped", "tl.range(0, CHUNK_SIZE,", "tl.range(0, TILE_SIZE,", config=LOOP),
-    _mutant("last row skipped", SUM_MASK, SUM_MASK.replace("rows_left", "rows_left - 1")),
-    _mutant("last column skipped", "(offs_d < HEAD_DIM)[None, :]", "(offs_d < HEAD_DIM - 1)[None, :]"),
-    _mutant("tail columns skipped", "if TAIL_D:\n            scores +=", "if False:\n            scores +=",
+    _mutant("second tile skipped", "tl.range(0, form.CHUNK_SIZE,", "tl.range(0, form.TILE_SIZE,", config=LOOP),
+    _mutant("last row skipped", SUM_MASK, SUM_MASK.replace("count", "count - 1")),
+    _mutant("last column skipped", "(offs_d < form.HEAD_DIM)[None, :]", "(offs_d < form.HEAD_DIM - 1)[None, :]"),
+    _mutant("tail columns skipped", "if form.TAIL_D:\n            scores +=", "if False:\n            scores +=",
             variant=variant_of(head_dim=260)),
-    _mutant("head_dim unmasked", "(offs_d < HEAD_DIM)[None, :]", "(offs_d >= 0)[None, :]",
+    _mutant("head_dim unmasked", "(offs_d < form.HEAD_DIM)[None, :]", "(offs_d >= 0)[None, :]",
             variant=variant_of(head_dim=13)),
-    _mutant("scale lost", SUM_SCORES, SUM_SCORES.replace(" * scale", "")),
-    _mutant("scale lost by dot", DOT_SCORES, DOT_SCORES.replace(" * scale", ""), variant=BY_DOT),
-    _mutant("scale twice", SUM_SCORES, SUM_SCORES.replace(" * scale", " * scale * scale")),
+    _mutant("scale lost", SUM_SCALED, "\n"),
+    _mutant("scale lost by dot", DOT_SCALED, "\n", variant=BY_DOT),
+    _mutant("scale twice", SUM_SCALED, SUM_SCALED.replace("scale\n", "scale * scale\n")),
     # Something else is scored.
-    _mutant("one position too many", "pos < left", "pos <= left"),
-    _mutant("one position too many by dot", "(pos < left)[:, None]", "(pos <= left)[:, None]", variant=BY_DOT),
-    _mutant("head modulo kv_heads", "k_base += kv_head *", "k_base += q_head % kv_heads *"),
-    _mutant("first head of all", "k_base += kv_head *", "k_base += 0 *"),
-    _mutant("heads in turn", "+ q_head * stride_qh\n", "+ kv_head * stride_qh\n"),
-    _mutant("first batch element of all", "k_ptr + batch *", "k_ptr + 0 *", gpu=True),
-    _mutant("rows swapped", Q_ROW, Q_ROW.replace("row,", "row ^ 1,")),
-    _mutant("rows swapped by dot", "rows[None, :] * stride_qh", "(rows ^ 1)[None, :] * stride_qh",
-            variant=variant_of(BF16, group=2)),
-    _mutant("positions swapped", KEY_PTRS, KEY_PTRS.replace("pos.to", "tl.where((pos | 1) < left, pos ^ 1, pos).to")),
+    *_mutants("one position too many", "pos < chunk.left", "pos <= chunk.left", (BY_SUM, BY_DOT)),
+    _mutant("head modulo kv_heads", "k_ptr + kv_head *", "k_ptr + kv_head * GROUP % kv_heads *"),
+    _mutant("first head of all", "k_ptr + kv_head *", "k_ptr + 0 *"),
+    _mutant("heads in turn", "+ kv_head * GROUP * stride_qh\n", "+ kv_head * stride_qh\n"),
+    _mutant("first batch element of all", "b * stride_kb", "0 * stride_kb", gpu=True),
+    _mutant("rows swapped", READ_ROW, READ_ROW.replace("row,", "row ^ 1,")),
+    _mutant("rows swapped by dot", Q_COLUMN, Q_COLUMN.replace("rows,", "rows ^ 1,"), variant=variant_of(BF16, group=2)),
+    _mutant("positions swapped", KEY_POSITION, KEY_POSITION.replace(
+            "(tile + in_tile)", "tl.where((tile + in_tile | 1) < chunk.left, tile + in_tile ^ 1, tile + in_tile)")),
     _mutant("columns swapped", "q_base + offs_d,", "q_base + (offs_d ^ 1),"),
-    _mutant("tail columns from the start", "tail_d = BLOCK_D + tl.arange", "tail_d = tl.arange",
+    _mutant("tail columns from the start", "tail_d = form.BLOCK_D + tl.arange", "tail_d = tl.arange",
             variant=variant_of(head_dim=260)),
     _mutant("strides rounded down", "    if ALIGNED:", "    if True:", variant=variant_of(aligned=False)),
-    _mutant("wrong at two stages", TILE_BY_DOT, TILE_BY_DOT.replace("scale", "scale if STAGES == 1 else 2 * scale"),
+    _mutant("wrong at two stages", DOT_SCALED,
+            DOT_SCALED.replace("scale\n", "scale if form.STAGES == 1 else 2 * scale\n"),
             variant=BY_DOT, config=PIPELINED),
     _mutant("program ids wrap", "tl.program_id(0)", "(tl.program_id(0) % 4096)", gpu=True),
+    _mutant("first block of rows for all", "row_block * ROWS, count", "row_block * 0, count", variant=TWO_BLOCKS),
+    _mutant("rows of q from the first block", "rows = query.first + tl.arange(0, form.ROWS)\n    mask = (offs_d",
+            "rows = tl.arange(0, form.ROWS)\n    mask = (offs_d", variant=TWO_BLOCKS),
     # Precision.
     Mutant("fp32 products in fp16", FP16_PRODUCTS, variant=variant_of(FP32)),
     Mutant("fp16 products in fp16", FP16_PRODUCTS, variant=variant_of(FP16)),
@@ -215,7 +269,7 @@ MUTANTS = [
     _mutant("fp16 products saturate", PRODUCT, f"tl.minimum(tl.maximum({PRODUCT}, -65504.0), 65504.0)",
             variant=variant_of(FP16)),
     # Within any tolerance, but not where every sum is exact.
-    _mutant("last bit off", SUM_SCORES, SUM_SCORES.replace("scale,", "scale * (1 + 1e-7),")),
+    _mutant("last bit off", SUM_SCALED, SUM_SCALED.replace("scale\n", "scale * (1 + 1e-7)\n")),
     _mutant("rounded twice", "scores.to(element_ty)", "scores.to(tl.float16).to(element_ty)", variant=variant_of(FP32)),
     _mutant("fp16 by way of bf16", "scores.to(element_ty)", "scores.to(tl.bfloat16).to(tl.float32).to(element_ty)",
             variant=variant_of(FP16)),
@@ -223,28 +277,158 @@ MUTANTS = [
     # The fill, and what is written where.
     _mutant("fill missing", "tl.where(valid, scores, fill)", "scores"),
     _mutant("fill zero", "tl.where(valid, scores, fill)", "tl.where(valid, scores, 0.0)"),
-    _mutant("tail not written", OUT_LEFT, "tl.minimum(seq_len - start, CHUNK_SIZE)"),
-    _mutant("store mask missing", SUM_MASK, SUM_MASK.replace("out_left", "(1 << 20)"), validate.OUT_OF_BOUNDS),
-    _mutant("store mask missing by dot", DOT_MASK, DOT_MASK.replace("out_left", "(1 << 20)"), validate.OUT_OF_BOUNDS,
-            variant=BY_DOT),
+    _mutant("tail not written", OUT_LEFT, "tl.minimum(end - start, form.CHUNK_SIZE)"),
+    _mutant("store mask missing", SUM_MASK, SUM_MASK.replace("chunk.out_left", "(1 << 20)"), validate.OUT_OF_BOUNDS),
+    _mutant("store mask missing by dot", DOT_MASK, DOT_MASK.replace("chunk.out_left", "(1 << 20)"),
+            validate.OUT_OF_BOUNDS, variant=BY_DOT),
     _mutant("one written too many", SUM_MASK, SUM_MASK.replace("pos <", "pos <="), validate.OUT_OF_BOUNDS),
     _mutant("one row written too many", DOT_MASK, DOT_MASK.replace("rows <", "rows <="), validate.OUT_OF_BOUNDS,
             variant=BY_DOT, far=True),
-    _mutant("written before out", OUT_BASE, "out_base = out_ptr - 1 + batch", validate.OUT_OF_BOUNDS),
+    _mutant("written before out", OUT_BASE, "out_base = out_ptr - 1 + b", validate.OUT_OF_BOUNDS),
     # Inputs.
     _mutant("keys overwritten", LOADED_KEYS, "keys = tl.load(ptrs, mask=mask, other=0.0)\n"
             "    tl.store(ptrs, -keys, mask=mask)\n    return keys", validate.INPUT_CHANGED),
-    _mutant("written behind a query", "    # Converted before", "    tl.store(q_base + HEAD_DIM, 0.0)\n    # Before",
-            validate.INPUT_CHANGED),
+    _mutant("written behind a query", "    # Converted before",
+            "    tl.store(q_base + form.HEAD_DIM, 0.0)\n    # Before", validate.INPUT_CHANGED),
+    # Lengths and starts.
+    *_mutants("lengths ignored", "if lengths.base is not None:", "if False:", (RAGGED, RAGGED_BY_DOT)),
+    *_mutants("one position past the length", LENGTH, f"{LENGTH} + 1", (RAGGED, RAGGED_BY_DOT)),
+    *_mutants("one position short of the length", LENGTH, f"{LENGTH} - 1", (UNFILLED, UNFILLED_BY_DOT)),
+    _mutant("length of the first request", "b * stride_lb", "0 * stride_lb", variant=RAGGED, gpu=True),
+    _mutant("lengths next to each other", "b * stride_lb", "b", variant=RAGGED, gpu=True),
+    _mutant("end not counted from the chunk", "within(end, start, form)", "within(end, 0, form)", variant=RAGGED),
+    _mutant("last position of a chunk hidden", "0), form.CHUNK_SIZE).to", "0), form.CHUNK_SIZE - 1).to",
+            variant=RAGGED),
+    _mutant("starts ignored", "if seq_starts_ptr is not None:", "if False:", variant=RAGGED),
+    _mutant("what lies before the start is scored", "if form.RAGGED:\n        inside =", "if False:\n        inside =",
+            variant=RAGGED),
+    *_mutants("one position before the start", BEGIN, f"{BEGIN} - 1", (RAGGED, RAGGED_BY_DOT)),
+    *_mutants("one position behind the start", BEGIN, f"{BEGIN} + 1", (UNFILLED, UNFILLED_BY_DOT)),
+    _mutant("start of the first request", "b * stride_sb", "0 * stride_sb", variant=RAGGED, gpu=True),
+    _mutant("start not counted from the chunk", "within(begin, start, form)", "within(begin, 0, form)",
+            variant=RAGGED),
+    # Several queries.
+    _mutant("query and head of a row swapped", Q_ROW, "row_offsets(read_row, query.stride_i, query.stride_h, form)",
+            variant=SQUARE),
+    _mutant("first query for all", "rows // form.GROUP * stride_i", "rows * 0", variant=SEVERAL),
+    _mutant("first query for all by dot", Q_COLUMN, Q_COLUMN.replace("rows,", "rows % form.GROUP,"),
+            variant=SEVERAL_BY_DOT),
+    *_mutants("last row of several queries skipped", "q_len * GROUP if", "q_len * GROUP - 1 if",
+              (SEVERAL, SEVERAL_BY_DOT)),
+    *_mutants("rows of a query too many written", "q_len * GROUP if", "(q_len + 1) * GROUP if",
+              (SEVERAL, SEVERAL_BY_DOT), validate.OUT_OF_BOUNDS, far=True),
+    *_mutants("length of the first query", "queries * lengths.stride_i", "queries * 0",
+              (QUERY_LENGTHS, QUERY_LENGTHS_BY_DOT)),
+    _mutant("lengths of queries next to each other", "queries * lengths.stride_i", "queries", variant=QUERY_LENGTHS),
+    *_mutants("causal ignored", "if form.CAUSAL:", "if False:", (CAUSAL, CAUSAL_BY_DOT)),
+    *_mutants("causal one too few", LATER_QUERIES, "lengths.q_len - queries", (CAUSAL, CAUSAL_BY_DOT)),
+    *_mutants("causal one too many", LATER_QUERIES, "lengths.q_len - 2 - queries", (CAUSAL, CAUSAL_BY_DOT)),
+    _mutant("causal in reverse", LATER_QUERIES, "queries", variant=CAUSAL),
+    _mutant("causal as if no row were free", LATER_QUERIES, LATER_QUERIES.replace(
+            "lengths.q_len", "form.ROWS // form.GROUP"), variant=CAUSAL),
+    _mutant("end of another query", OWN_END, OWN_END.replace("//", "%"), variant=CAUSAL),
+    _mutant("end of another query by dot", OWN_ENDS, OWN_ENDS.replace("//", "%"), variant=CAUSAL_BY_DOT),
+    _mutant("end of the first block's queries", "own = tl.minimum(query.first + tl", "own = tl.minimum(tl",
+            variant=CAUSAL_BLOCKS),
+    _mutant("all queries see what one does", SUM_SEVERAL, "if False:\n            valid =", variant=CAUSAL),
+    _mutant("all queries see what one does by dot", DOT_SEVERAL, "if False:\n        valid =", variant=CAUSAL_BY_DOT),
+    *_mutants("only what all queries see", "tl.max(ends, axis=0)", "tl.min(ends, axis=0)", (CAUSAL, CAUSAL_BY_DOT)),
+    _mutant("ends not counted from the chunk", "within(ends, start, form)", "within(ends, 0, form)",
+            variant=CAUSAL_BY_DOT),
+    # What is hidden, and chunks in which nothing is seen.
+    _mutant("hidden positions not filled", SUM_HIDDEN, "if True:\n            mask =", variant=RAGGED),
+    _mutant("hidden positions not filled by dot", DOT_HIDDEN, "if True:\n        mask =", variant=RAGGED_BY_DOT),
+    _mutant("hidden positions written", SUM_HIDDEN, "if False:\n            mask =", validate.OUT_OF_BOUNDS,
+            variant=UNFILLED),
+    _mutant("hidden positions written by dot", DOT_HIDDEN, "if False:\n        mask =", validate.OUT_OF_BOUNDS,
+            variant=UNFILLED_BY_DOT),
+    *_mutants("hidden chunks not filled", "if form.FILL:", "if False:", (RAGGED, RAGGED_BY_DOT)),
+    *_mutants("last row of hidden chunks not filled", FILLED_ROWS, f"({FILLED_ROWS} - 1)", (RAGGED, RAGGED_BY_DOT)),
+    _mutant("row too many of hidden chunks filled", FILLED_ROWS, f"({FILLED_ROWS} + 1)", validate.OUT_OF_BOUNDS,
+            variant=RAGGED, far=True),
+    _mutant("one filled too many", "mask=positions < end", "mask=positions <= end", validate.OUT_OF_BOUNDS,
+            variant=RAGGED),
+    _mutant("last position not filled", "mask=positions < end", "mask=positions < end - 1", variant=RAGGED),
+    _mutant("last chunk of a request passed over", LAST, "tl.maximum(end, 0) // form.CHUNK_SIZE", variant=UNFILLED),
+    _mutant("first chunk of a request passed over", FIRST, FIRST.replace("0)", "0) + form.CHUNK_SIZE - 1"),
+            variant=UNFILLED),
+    _mutant("last chunk of the output passed over", CHUNKS, "(out_len // form.CHUNK_SIZE)", variant=RAGGED),
+    # How many chunks a program goes through is not the same at each launch.
+    _mutant("every other chunk passed over", "scored += walkers", "scored += walkers + 1", validate.NOT_DETERMINISTIC,
+            variant=UNFILLED, race=True),
+    _mutant("blocks of rows walk for others", "(batch * kv_heads * row_blocks)", "(batch * kv_heads)",
+            variant=TWO_BLOCKS._replace(seq_lens=INT32), gpu=True),
+    # Pages.
+    _mutant("table of the first request", "b * stride_tb", "0 * stride_tb", variant=PAGED, gpu=True),
+    _mutant("first block for all", "block * cache.stride_b", "0 * cache.stride_b", variant=PAGED),
+    _mutant("table not read", PAGE_OF_TILE, "(position // form.PAGE_SIZE)", variant=PAGED),
+    _mutant("table not read, small pages", PAGE, "(position // form.PAGE_SIZE)", variant=SMALL_PAGES),
+    _mutant("next page", PAGE, PAGE.replace("PAGE_SIZE,", "PAGE_SIZE + 1,"), variant=SMALL_PAGES),
+    _mutant("pages twice as large in the table", PAGE_OF_TILE, PAGE_OF_TILE.replace("// ", "// 2 // "),
+            variant=PAGED._replace(page_size=16)),
+    _mutant("table from the chunk's start", "chunk.start.to(tl.int32) + tile", "tile", variant=PAGED),
+    _mutant("place of a tile in half a page", PLACE, f"{PLACE} % (form.PAGE_SIZE // 2)", variant=PAGED),
+    _mutant("place in half a page", PLACE, f"{PLACE} % (form.PAGE_SIZE // 2)", variant=SMALL_PAGES),
+    _mutant("place in a page of another size", PLACE, "in_page = position % 16", variant=ODD_PAGES),
+    _mutant("one page, since it is larger than a tile", ONE_PAGE, ONE_PAGE.replace(" % ", " >= ").replace(" == 0", ""),
+            variant=ODD_PAGES, config=LOOP),
+    _mutant("one page, however small", ONE_PAGE, "if True:", variant=SMALL_PAGES),
+    _mutant("page not looked up for the end of a request", "(tile < chunk.left)",
+            "(tile + form.TILE_SIZE < chunk.left)", variant=PAGED),
+    _mutant("page not looked up for the start of a request", "(tile + form.TILE_SIZE > chunk.first)",
+            "(tile >= chunk.first)", variant=PAGED_STARTS),
+    # Quantised keys.
+    _mutant("k_scale by head lost", "            scores *= head_scale\n", "            pass\n", variant=HEAD_SCALES),
+    _mutant("k_scale by head lost by dot", "\n        scores *= head_scale\n", "\n        pass\n",
+            variant=HEAD_SCALES_BY_DOT),
+    *_mutants("k_scale by head twice", "scores *= head_scale", "scores *= head_scale * head_scale",
+              (HEAD_SCALES, HEAD_SCALES_BY_DOT)),
+    _mutant("k_scale of the first head", "tl.load(k_scale_ptr + kv_head * stride_ch)", "tl.load(k_scale_ptr)",
+            variant=HEAD_SCALES),
+    _mutant("k_scale by token lost", "scores *= token_scales", "scores *= 1.0", variant=TOKEN_SCALES),
+    _mutant("k_scale by token lost by dot", "scores *= load_token_scales", "load_token_scales",
+            variant=TOKEN_SCALES_BY_DOT),
+    _mutant("k_scale by token twice", "scores *= token_scales", "scores *= token_scales * token_scales",
+            variant=TOKEN_SCALES),
+    *_mutants("k_scale in bf16", LOADED_SCALES, f"{LOADED_SCALES}.to(tl.bfloat16).to(tl.float32)",
+              (TOKEN_SCALES, TOKEN_SCALES_BY_DOT)),
+    _mutant("k_scale of the first head, by token", "token_base = k_scale_ptr + kv_head * stride_ch",
+            "token_base = k_scale_ptr + 0 * stride_ch", variant=TOKEN_SCALES),
+    _mutant("k_scale of the first request", "b * stride_cb", "0 * stride_cb", variant=TOKEN_SCALES, gpu=True),
+    *_mutants("k_scale of the next token", LOADED_SCALES,
+              LOADED_SCALES.replace("offsets", "offsets + k_scales.stride_l"),
+              (TOKEN_SCALES, TOKEN_SCALES_BY_DOT)),
+    _mutant("k_scale of the first chunk", "k_scales.base + start * k_scales.stride_l", "k_scales.base",
+            variant=TOKEN_SCALES),
+    _mutant("k_scale of the keys' block", "Cache(token_base, stride_cb,", "Cache(token_base, stride_kb,",
+            variant=PAGED_SCALES),
+    _mutant("e4m3 keys as e5m2", PRODUCT, PRODUCT.replace("keys.", "keys.to(tl.float8e5, bitcast=True)."),
+            variant=TOKEN_SCALES),
+    _mutant("e4m3 keys as integers", DOT, DOT.replace("tile_keys,", "tile_keys.to(tl.int8, bitcast=True),"),
+            variant=HEAD_SCALES_BY_DOT),
+    _mutant("queries in fp8", PRODUCT, PRODUCT.replace("q.", "q.to(keys.dtype)."), variant=TOKEN_SCALES),
+    _mutant("queries in fp8 by dot", "return columns.to(form.DOT_DTYPE)",
+            "return columns.to(tl.float8e5).to(form.DOT_DTYPE)", variant=TOKEN_SCALES_BY_DOT),
+    Mutant("products of fp8 in bf16", BF16_PRODUCTS, variant=TOKEN_SCALES),
+    _mutant("strides of queries rounded as those of fp8 keys", "visible_stride(stride_qh, q_ptr.",
+            "visible_stride(stride_qh, k_ptr.", variant=HEAD_SCALES_BY_DOT),
+    _mutant("pairs of keys swapped", "even, odd = unpack", "odd, even = unpack", variant=PAIRS, gpu=True),
+    _mutant("second of each pair lost", "tl.dot(odd, tail_columns, tl.dot(even, columns))", "tl.dot(even, columns)",
+            variant=PAIRS, gpu=True),
+    _mutant("last pair of a key skipped", "(offs_pair < form.HEAD_DIM // 2)", "(offs_pair < form.HEAD_DIM // 2 - 1)",
+            variant=PAIRS, gpu=True),
+    _mutant("pairs of keys twice as large", "0x7b807b80", "0x7c007c00", variant=PAIRS, gpu=True),
+    _mutant("sign of the second of each pair lost", "lop3.b32 x, $2, 0x80008000,", "lop3.b32 x, $2, 0,",
+            variant=PAIRS, gpu=True),
     # Races.
-    _mutant("last bit by the clock", DOT_SCORES, DOT_SCORES.replace("* scale", f"* scale * (1 + {CLOCK} * 1e-7)"),
+    _mutant("last bit by the clock", DOT_SCALED, DOT_SCALED.replace("scale\n", f"scale * (1 + {CLOCK} * 1e-7)\n"),
             validate.NOT_DETERMINISTIC, variant=variant_of(BF16, FP32, group=3), gpu=True),
-    _mutant("scores by the clock", SUM_SCORES, SUM_SCORES.replace("scores *", f"(scores + {CLOCK}) *"),
+    _mutant("scores by the clock", SUM_SCALED, f"\n        scores = (scores + {CLOCK}) * scale\n",
             validate.NOT_DETERMINISTIC, gpu=True),
-    _mutant("KV heads race for one place", "+ q_head * stride_oh", "+ row_block * ROWS * stride_oh",
+    _mutant("KV heads race for one place", "+ kv_head * GROUP * stride_oh", "+ row_block * ROWS * stride_oh",
             validate.NOT_DETERMINISTIC, gpu=True, race=True),
     # Right wherever the batch element that is cleared has yet to be written.
-    _mutant("another program's output cleared", BRANCH, f"    tl.store({OTHERS_PLACE}, 0.0)\n{BRANCH}",
+    _mutant("another program's output cleared", START, f"    tl.store({OTHERS_PLACE}, 0.0)\n{START}",
             validate.NOT_DETERMINISTIC, gpu=True, race=True),
 ]  # fmt: skip
 
@@ -258,26 +442,28 @@ class Offset(NamedTuple):
     variant: Variant = BY_SUM
 
 
+POSITION, BLOCKS = ("positions, inputs",), ("batch, inputs", "positions, inputs", "chunks, inputs")
+
 OFFSETS = [
-    Offset("position of a key", "pos.to(tl.int64)[:, None] * stride_kl", ("positions, inputs",)),
-    Offset("position of a key by dot", "pos.to(tl.int64)[:, None] * stride_kl", ("positions, inputs",), BY_DOT),
-    Offset("position in out", "pos.to(tl.int64) * stride_ol", ("positions, output",)),
-    Offset("position in out by dot", "pos.to(tl.int64)[:, None] * stride_ol", ("positions, output",), BY_DOT),
-    Offset("chunk's keys", "start * stride_kl", ("chunks, inputs",)),
-    Offset("chunk in out", "start * stride_ol", ("chunks, output",)),
+    Offset("position of a key", KEY_POSITION, ("positions, inputs",)),
+    Offset("position of a key by dot", KEY_POSITION, ("positions, inputs",), BY_DOT),
+    Offset("position in out", "pos.to(tl.int64) * out.stride_l", ("positions, output",)),
+    Offset("position in out by dot", "pos.to(tl.int64)[:, None] * out.stride_l", ("positions, output",), BY_DOT),
+    Offset("chunk's keys", "start * keys.stride_l", ("chunks, inputs",)),
+    Offset("chunk in out", "start * out.stride_l", ("chunks, output",)),
     Offset("row of q", Q_ROW, ("rows, inputs",)),
-    Offset("row of q by dot", "rows[None, :] * stride_qh", ("rows, inputs",), BY_DOT),
-    Offset("row of out", "row * stride_oh", ("rows, output",)),
-    Offset("row of out by dot", "rows[None, :] * stride_oh", ("rows, output",), BY_DOT),
-    Offset("head of q", "q_head * stride_qh", ("heads, inputs",)),
-    Offset("head of k", "kv_head * _visible_stride(stride_kh, element_ty, ALIGNED)", ("heads, inputs",)),
-    Offset("head of out", "q_head * stride_oh", ("heads, output",)),
-    Offset("batch of q", "batch * _visible_stride(stride_qb, element_ty, ALIGNED)", ("batch, inputs",)),
-    Offset("batch of k", "batch * _visible_stride(stride_kb, element_ty, ALIGNED)", ("batch, inputs",)),
-    Offset("batch of out", "batch * stride_ob", ("batch, output",)),
+    Offset("row of q by dot", Q_COLUMN, ("rows, inputs",), BY_DOT),
+    Offset("row of out", OUT_ROW, ("rows, output",)),
+    Offset("row of out by dot", OUT_COLUMN, ("rows, output",), BY_DOT),
+    Offset("head of q", "kv_head * GROUP * stride_qh", ("heads, inputs",)),
+    Offset("head of k", "kv_head * visible_stride(stride_kh, k_ptr.dtype.element_ty, ALIGNED)", ("heads, inputs",)),
+    Offset("head of out", "kv_head * GROUP * stride_oh", ("heads, output",)),
+    Offset("batch of q", "b * visible_stride(stride_qb, q_ptr.dtype.element_ty, ALIGNED)", ("batch, inputs",)),
+    Offset("batch of k", "b * stride_kb", ("batch, inputs",)),
+    Offset("batch of out", "b * stride_ob", ("batch, output",)),
     Offset("strides of q and k", "stride // lanes * lanes", ("batch, inputs", "rows, inputs")),
     Offset("strides of q and k, one row", "stride // lanes * lanes", ("batch, inputs", "heads, inputs"), variant_of()),
-]
+]  # fmt: skip
 
 
 def offset_mutant(offset, bits):
@@ -289,10 +475,9 @@ def offset_mutant(offset, bits):
 MUTANTS += [offset_mutant(offset, 32) for offset in OFFSETS]
 
 # Right at the lengths around a chunk; wrong where a cache has more than 16 chunks.
-CHUNKS_WRAP = (("start = chunk * CHUNK_SIZE", "start = chunk % 16 * CHUNK_SIZE"),)
+CHUNKS_WRAP = (("start = index * form.CHUNK_SIZE", "start = index % 16 * form.CHUNK_SIZE"),)
 
 # No mutants to judge: these take the process down.
-FAR_AWAY = ((OUT_BASE, OUT_BASE.replace("batch", "(1 << 44) + batch")),)
-START = "    start = chunk * CHUNK_SIZE\n"
+FAR_AWAY = ((OUT_BASE, OUT_BASE.replace("+ b", "+ (1 << 44) + b")),)
 FOR_EVER = "    while tl.atomic_add(out_ptr.to(tl.pointer_type(tl.int32)), 0) != 123456789:\n        scale += 1\n"
 ENDLESS = ((START, f"{FOR_EVER}{START}"),)

@@ -47,6 +47,41 @@ def case(mesh, layout, kv_heads, q_placed, k_placed, compiled):
     return letters(scores.placements), moved
 
 
+def _tensors(kind):
+    """Arguments of a call that is not plain, in layout NHD, of 4 KV heads."""
+    torch.manual_seed(3)
+    q, k = torch.randn(BATCH, 8, HEAD_DIM), torch.randn(BATCH, 12, 4, HEAD_DIM)
+    lens, starts = torch.tensor([12, 5, 0, 7]), torch.tensor([0, 2, 0, 7])
+    table = torch.randperm(20).view(4, 5)[:, :4]
+    tables = {
+        "ragged": {"q": q, "k": k, "seq_lens": lens, "seq_starts": starts},
+        "paged": {"q": q, "k": torch.randn(20, 3, 4, HEAD_DIM), "seq_lens": lens, "block_table": table},
+        "causal": {"q": torch.randn(BATCH, 4, 8, HEAD_DIM), "k": k},
+        "queries": {"q": torch.randn(BATCH, 4, 8, HEAD_DIM), "k": k},
+        "token": {"q": q, "k": k, "k_scale": torch.rand(BATCH, 12, 4)},
+        "head": {"q": q, "k": k, "k_scale": torch.rand(4)},
+    }
+    return tables[kind], {"causal": True} if kind == "causal" else {}
+
+
+def other(mesh, kind, placed):
+    """As case, for a call that is not plain. placed: by argument; the others are replicated."""
+    tensors, options = _tensors(kind)
+    quantised = "k_scale" in tensors
+
+    def call(q, k, **others):
+        return qk_score(q, k.to(torch.float8_e5m2) if quantised else k, **others, **options)
+
+    expected = call(**tensors)
+    sharded = {
+        name: distribute_tensor(x, mesh, placements(placed.get(name, "r" * mesh.ndim))) for name, x in tensors.items()
+    }
+    with CommDebugMode() as communication:
+        scores = call(**sharded)
+    torch.testing.assert_close(scores.full_tensor(), expected, rtol=0, atol=0)
+    return letters(scores.placements), communication.get_total_counts()
+
+
 def gradients(mesh, q_placed, k_placed):
     """Raises if they are not those of a call on one process."""
     torch.manual_seed(2)
@@ -75,7 +110,7 @@ def refused(mesh):
 
 
 def main():
-    work = {"case": case, "gradients": gradients, "refused": refused}
+    work = {"case": case, "other": other, "gradients": gradients, "refused": refused}
     answers = []
     dist.init_process_group("gloo")  # the default on a machine with a GPU serves no CPU
     for shape, cases in json.loads(sys.argv[1]):
@@ -83,6 +118,7 @@ def main():
         answers += [work[name](mesh, *arguments) for name, *arguments in cases]
     if dist.get_rank() == 0:
         print("answers", json.dumps(answers))
+    dist.barrier()  # one that leaves while another still talks to it takes that one down
     dist.destroy_process_group()
 
 

@@ -68,7 +68,7 @@ CASES = [
     _case("out a list", TypeError, "out: expected a torch.Tensor", "list", _set(out=[])),
     # Shapes.
     _case("q of two dims", ValueError, "q: expected shape", "[4, 16]", _set(q=lambda c: c.q[0])),
-    _case("q of four dims", ValueError, "q: expected shape", "[2, 1, 4, 16]", _set(q=lambda c: c.q[:, None])),
+    _case("q of five dims", ValueError, "q: expected shape", "[1, 2, 1, 4, 16]", _set(q=lambda c: c.q[None, :, None])),
     _case("k of three dims", ValueError, "k: expected shape", "[5, 2, 16]", _set(k=lambda c: c.k[0])),
     _case("k of five dims", ValueError, "k: expected shape", "[1, 2, 5, 2, 16]", _set(k=lambda c: c.k[None])),
     _case("batches that differ", ValueError, "k: expected q's batch 2", "got 1", _set(k=lambda c: c.k[:1])),

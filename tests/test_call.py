@@ -7,6 +7,7 @@ import torch
 
 from tunedqk import call
 from tunedqk.score import qk_score
+from tunedqk.tensors import Tensors
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +17,7 @@ def _forgotten(monkeypatch):
 
 def of(q, k, out=None, **arguments):
     named = {"layout": "NHD", "fill": None, "out_dtype": None, "config": None} | arguments
-    return call.call_of(q, k, out=out, **named)
+    return call.call_of(Tensors(q, k), causal=False, out=out, **named)
 
 
 def tensors(seq_len=8, dtype=torch.float32):
@@ -67,10 +68,10 @@ def test_alignment_is_of_the_addresses_at_hand():
     _, k = tensors()
     known = of(aligned, k)
     assert of(shifted, k) is known
-    assert known.slot(aligned, k).variant.aligned
-    assert not known.slot(shifted, k).variant.aligned
+    assert known.slot(Tensors(aligned, k)).variant.aligned
+    assert not known.slot(Tensors(shifted, k)).variant.aligned
     uneven = torch.ones(2, 8, 2, 17)[..., :16]
-    assert not of(aligned, uneven).slot(aligned, uneven).variant.aligned
+    assert not of(aligned, uneven).slot(Tensors(aligned, uneven)).variant.aligned
 
 
 def test_memory_is_compared_anew():

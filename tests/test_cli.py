@@ -15,7 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from tunedqk import accept, cli, config, isolation, pretune, tune, validate
+from tunedqk import accept, cli, isolation, pretune, tune, validate
 from tunedqk.config import KernelConfig
 from tunedqk.db import TuningDB
 from tunedqk.device import identity_of
@@ -204,7 +204,8 @@ def test_a_terminal_gets_a_bar_with_the_time_left(device, monkeypatch):
     [
         pytest.param((), 540, id="default"),
         pytest.param(("--quick",), 4, id="quick"),
-        pytest.param(("--all",), len(config.grid(config.WHOLE_GRID.head_dims, rows=config.WHOLE_GRID.rows)), id="all"),
+        pytest.param(("--all",), 12 * 3 * 9 * 9 + 3 * 2 * 4 * 9 * (4 + 3), id="all"),
+        pytest.param(("--page-sizes", "0,16"), 1080, id="pages too"),
         pytest.param(("--quick", "--rows", "8"), 2, id="quick, rows by hand"),
         pytest.param(("--head-dims", "64,64", "--seq-lens", "600,1000,1024"), 12, id="one bucket, no key twice"),
     ],

@@ -23,8 +23,8 @@ from tunedqk import compile_pool, device
 from tunedqk.compile_pool import CompilePool
 from tunedqk.config import KernelConfig, search_space, tuning_key
 from tunedqk.errors import CompilerCrashedError
-from tunedqk.launch import program
 from tunedqk.tune import tuned_variant
+from tunedqk.variant import program
 
 H200 = GPUTarget("cuda", 90, 32)
 KEY = tuning_key(512, 16, "bfloat16", 1)
@@ -304,7 +304,7 @@ compile_pool._COMPILER = compile_pool._COMPILER.replace("main(*descriptors)", EN
 pool = compile_pool.CompilePool(2)
 pool.start()
 print(pool._parent.pid, flush=True)
-pool.compile(GPUTarget("cuda", 90, 32), Program("bf16", "bf16", True, {}))
+pool.compile(GPUTarget("cuda", 90, 32), Program(("bf16", "bf16", "bf16"), True, {}))
 """
 
 

@@ -10,20 +10,22 @@ import torch
 
 from tunedqk import config as config_module
 from tunedqk.config import (
+    DEFAULT_GRID,
     ELEMENT_SIZE,
+    Grid,
     KernelConfig,
     TuningKey,
     blocking,
     default_config,
     fits_shared_memory,
-    grid,
     next_power_of_2,
     search_space,
     shared_memory_bytes,
     tuning_key,
 )
-from tunedqk.launch import TORCH_DTYPES, Variant
+from tunedqk.tensors import TORCH_DTYPES
 from tunedqk.tune import tuned_variant
+from tunedqk.variant import Variant
 
 DTYPES = tuple(ELEMENT_SIZE)
 SMALLEST_GPU = 99 * 1024  # bytes of shared memory that a block can have on sm_86 and sm_89
@@ -145,11 +147,11 @@ def test_the_call_and_the_tuner_have_one_key(dtype, aligned, group, seq_len):
 
 
 def test_only_one_place_builds_keys(monkeypatch):
-    from tunedqk import launch
+    from tunedqk import variant
 
-    assert launch.tuning_key is config_module.tuning_key
-    monkeypatch.setattr(launch, "tuning_key", lambda *arguments: arguments)
-    assert Variant(96, 3, torch.float16, torch.float16, aligned=True).key(700) == (700, 96, "float16", 3)
+    assert variant.tuning_key is config_module.tuning_key
+    monkeypatch.setattr(variant, "tuning_key", lambda *arguments: arguments)
+    assert Variant(96, 3, torch.float16, torch.float16, aligned=True).key(700) == (700, 96, "float16", 3, 0)
 
 
 # --- Blocking ---
@@ -253,7 +255,7 @@ def test_shared_memory_counts_the_pipeline():
 
 
 def test_the_default_grid_is_that_of_the_design():
-    keys = grid()
+    keys = DEFAULT_GRID.tuning_keys()
     assert len(keys) == len(set(keys)) == 5 * 3 * 4 * 9
     assert {key.head_dim for key in keys} == {64, 80, 96, 128, 256}
     assert {key.rows for key in keys} == {1, 4, 8, 16}
@@ -262,7 +264,7 @@ def test_the_default_grid_is_that_of_the_design():
 
 
 def test_a_grid_has_each_key_once():
-    assert grid([64], ["float32"], [3, 4], [1, 512, 513]) == [
+    assert Grid((64,), ("float32",), (3, 4), (1, 512, 513)).tuning_keys() == [
         tuning_key(512, 64, "float32", 4),
         tuning_key(1024, 64, "float32", 4),
     ]

@@ -19,11 +19,11 @@ from tunedqk.config import KernelConfig, default_config, tuning_key
 from tunedqk.db import TuningDB
 from tunedqk.device import GpuIdentity, gpu_identity, identity_of, interpreting, toolchain
 from tunedqk.errors import TuningDBWarning
-from tunedqk.launch import Variant
 from tunedqk.records import Entry, GpuFile, Receipt, Timing
 from tunedqk.resolve import Resolver, resolver_for
 from tunedqk.score import qk_score
 from tunedqk.serving import explain
+from tunedqk.variant import Variant
 
 A40 = GpuIdentity(name="NVIDIA A40", arch="sm_86", multiprocessors=84, memory_gib=44.4)
 A4000 = GpuIdentity(name="NVIDIA RTX A4000", arch="sm_86", multiprocessors=48, memory_gib=15.7)

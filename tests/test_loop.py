@@ -7,6 +7,7 @@ import torch
 from reference import DTYPES, assert_scores, gamma, make_inputs, name_of, poisoned, scores64, seed_case
 
 from tunedqk.kernels.loop import loop_scores
+from tunedqk.tensors import Tensors
 
 HEAD_DIMS = (1, 16, 80, 576)
 
@@ -15,7 +16,7 @@ def _assert_loop_scores(q, k, scale, out=None):
     batch, q_heads, _ = q.shape
     if out is None:
         out = poisoned(batch, q_heads, k.shape[1], dtype=torch.float32, device=q.device)
-    magnitude = loop_scores(q, k, out, scale=scale)
+    magnitude = loop_scores(Tensors(q, k), out, scale=scale)
     assert_scores(out, q, k, scale)
     _, expected = scores64(q, k, scale)
     assert magnitude.dtype == torch.float32
@@ -53,6 +54,6 @@ def test_expanded_heads(device):
 def test_the_seeds_case(head_dim, device):
     q, k, out, expected = seed_case(head_dim, device)
     scores = out.fill_(0.0).view(4, 8, -1)[..., :60]
-    loop_scores(q, k, scores)
+    loop_scores(Tensors(q, k), scores)
     assert_scores(scores, q, k)
     assert torch.allclose(out, expected, atol=1e-5)

@@ -72,6 +72,97 @@ def test_gradients_are_those_of_the_formula(device, dtype, out_dtype, group, lay
         assert_close(got, expected, dtype)
 
 
+def other_calls(device, dtype=FP32):
+    """Calls that are not plain: q, k (a function of what shall have a gradient), and the other arguments."""
+    q, k = inputs(device, dtype)
+    lens, starts = torch.tensor([33, 9], device=device), torch.tensor([2, 0], device=device)
+    hidden = torch.arange(33, device=device)[None, :] >= lens[:, None]
+    poisoned_k = k.masked_fill(hidden[..., None, None], torch.nan)
+    several = torch.randn(2, 3, 4, HEAD_DIM, device=device, dtype=dtype)
+    pool = torch.randn(12, 4, 2, HEAD_DIM, device=device, dtype=dtype)
+    table = torch.tensor([[7, 3, 0, 11, 2, 9, 5, 1, 10], [4, 8, 6, 99, 99, 99, 99, 99, 99]], device=device)
+    heads_first = {"layout": "HND", "causal": True, "seq_lens": lens}
+    return {
+        "ragged": (q, poisoned_k, {"seq_lens": lens, "seq_starts": starts}),
+        "several": (several, k, {"seq_lens": torch.tensor([[33, 32, 7], [9, 0, 1]], device=device)}),
+        "causal": (several, k, {"causal": True}),
+        "heads first": (several.transpose(1, 2).contiguous(), poisoned_k.transpose(1, 2).contiguous(), heads_first),
+        "paged": (q, pool, {"seq_lens": lens, "block_table": table}),
+        "several, paged": (several, pool, {"seq_lens": lens, "block_table": table, "causal": True}),
+    }
+
+
+OTHER_CALLS = ["ragged", "several", "causal", "heads first", "paged", "several, paged"]
+
+
+def plain_formula(q, k, layout="NHD", seq_lens=None, seq_starts=None, block_table=None, *, causal=False):
+    """Float64 scores by operations that autograd knows, zero where hidden; what is hidden is cut off first."""
+    if layout == "HND":
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    rows = q[:, None] if q.dim() == 3 else q  # [batch, q_len, q_heads, head_dim]
+    scores = []
+    for b, queries in enumerate(rows):
+        if block_table is None:
+            keys = k[b]
+        else:
+            keys = k[block_table[b, : -(-int(seq_lens[b].max()) // k.shape[1])].tolist()].flatten(0, 1)
+        length = k.shape[1] if block_table is None else block_table.shape[1] * k.shape[1]
+        for i, query in enumerate(queries):
+            end = length if seq_lens is None else int(seq_lens[b] if seq_lens.dim() == 1 else seq_lens[b, i])
+            end -= (len(queries) - 1 - i) * causal
+            begin = 0 if seq_starts is None else int(seq_starts[b])
+            seen = keys[begin : max(end, begin)].repeat_interleave(query.shape[0] // keys.shape[1], dim=1)
+            scored = torch.einsum("hd,lhd->hl", query, seen)
+            scores.append(torch.nn.functional.pad(scored, (begin, length - begin - scored.shape[1])))
+    scores = torch.stack(scores).unflatten(0, rows.shape[:2]).transpose(1, 2)
+    return scores[:, :, 0] if q.dim() == 3 else scores
+
+
+@pytest.mark.parametrize("kind", OTHER_CALLS)
+def test_gradients_of_other_calls_are_those_of_the_formula(device, kind):
+    q, k, options = other_calls(device)[kind]
+    wanting = leaves(q, k)
+    scores = qk_score(*wanting, scale=None, fill=0.0, **options)
+    grad = torch.randn_like(scores)
+    scores.backward(grad)
+    exact = leaves(q.double(), k.double())
+    formula = plain_formula(*exact, **options) * HEAD_DIM**-0.5
+    torch.testing.assert_close(scores.double(), formula, rtol=1e-5, atol=1e-5)
+    expected = torch.autograd.grad(formula, exact, grad.double())
+    for got, right in zip((x.grad for x in wanting), expected, strict=True):
+        assert_close(got, right, FP32)
+
+
+def test_gradients_of_the_queries_of_quantised_keys(device):
+    q, k = inputs(device)
+    quantised, k_scale = k.to(torch.float8_e5m2), torch.rand(2, 33, 2, device=device)
+    (wanting,) = leaves(q)
+    scores = qk_score(wanting, quantised, k_scale=k_scale)
+    grad = torch.randn_like(scores)
+    scores.backward(grad)
+    right, _ = gradients64(q, quantised.double() * k_scale.double()[..., None], grad, 1.0, "NHD")
+    assert_close(wanting.grad, right, FP32)
+
+
+@pytest.mark.parametrize("kind", OTHER_CALLS)
+def test_other_calls_are_compiled_whole(device, kind):
+    q, k, options = other_calls(device)[kind]
+    compiled = torch.compile(lambda q, k, **rest: qk_score(q, k, **rest).exp(), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k, **options), qk_score(q, k, **options).exp())
+
+
+def test_a_step_of_a_ragged_cache_compiles_nothing(device):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(qk_score, fullgraph=True, dynamic=True, backend=counter)
+    q, k = inputs(device, seq_len=48)
+    frames = []
+    for length in range(30, 36):
+        lens = torch.tensor([length, 9], device=device)
+        assert torch.equal(compiled(q, k, seq_lens=lens), qk_score(q, k, seq_lens=lens))
+        frames.append(counter.frame_count)
+    assert frames == frames[:1] * 6
+
+
 @pytest.mark.parametrize("wanted", ["q", "k"])
 def test_only_what_needs_a_gradient_gets_one(device, wanted):
     q, k = inputs(device)
@@ -189,7 +280,11 @@ def test_inductor_and_its_graphs_compile_the_call(device, mode):
     ("change", "message"),
     [
         pytest.param(lambda q, k: (q, k[..., :8]), "k: expected q's head_dim 16, got 8", id="head_dim"),
-        pytest.param(lambda q, k: (q, k.half()), "k: expected q's dtype torch.float32, got torch.float16", id="dtype"),
+        pytest.param(
+            lambda q, k: (q, k.half()),
+            "k: expected q's dtype torch.float32 or float8_e4m3fn, float8_e5m2, got torch.float16",
+            id="dtype",
+        ),
     ],
 )
 def test_bad_input_is_named_when_compiled(device, change, message):
@@ -216,10 +311,14 @@ def test_torch_finds_no_fault_with_the_operators(device, needs_grad):
     q, k = inputs(device)
     if needs_grad:
         q, k = leaves(q, k)
-    torch.library.opcheck(torch.ops.tunedqk.qk_score.default, (q, k, 0.5, "NHD", FP16, None))
+    torch.library.opcheck(
+        torch.ops.tunedqk.qk_score.default, (0, q, k, None, None, None, None, 0.5, "NHD", None, FP16, None)
+    )
     if not needs_grad:
         out = torch.zeros(2, 4, 40, device=device)
-        torch.library.opcheck(torch.ops.tunedqk.qk_score_out.default, (q, k, out, 0.5, "NHD", None, None, None))
+        torch.library.opcheck(
+            torch.ops.tunedqk.qk_score_out.default, (0, q, k, None, None, None, None, out, 0.5, "NHD", None, None, None)
+        )
 
 
 # --- Autocast ---

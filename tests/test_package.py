@@ -24,14 +24,17 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # A module imports from its own layer, without a cycle, or from one below it.
 LAYERS = (
-    {"config", "device", "errors", "exits"},
+    {"config", "device", "errors", "exits", "tensors"},
     {"kernels", "records", "db"},
-    {"compiler", "compile_pool"},
-    {"launch", "inputs", "offsets", "validate", "accept", "arguments", "call", "timing", "floor", "workload"},
+    {"compiler", "compile_pool", "variant"},
+    {
+        "launch", "arrangement", "inputs", "offsets", "validate", "accept", "arguments", "call", "dense", "timing",
+        "floor", "workload",
+    },
     {"builder", "tune"},
     {"resolve", "ready", "compute", "sharding", "op", "score", "serving", "pretune", "isolation"},
     {"report", "cli"},
-)
+)  # fmt: skip
 # What `import tunedqk.score` may load on top of torch and triton, besides the standard library.
 LOADED_WITH_SCORE = {"msgspec", "triton", "tunedqk"}
 

@@ -185,10 +185,10 @@ EDITS = {
 
 
 def name_in_copy(folder, code, edit, seed):
-    """What is printed in a copy of the package, with an edited kernel and another seed of Python's hashes."""
+    """What is printed in a copy of the package, with edited parts of the kernel and another seed of Python's hashes."""
     copy = folder / str(seed) / "tunedqk"
     shutil.copytree(Path(db.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    kernel = copy / "kernels" / "vectorized.py"
+    kernel = copy / "kernels" / "parts.py"
     kernel.write_text(EDITS[edit](kernel.read_text()))
     clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     others = {"PYTHONPATH": str(copy.parent), "PYTHONHASHSEED": str(seed), "TRITON_CACHE_DIR": str(folder / "triton")}

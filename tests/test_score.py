@@ -22,6 +22,7 @@ from tunedqk.config import KernelConfig, tuning_key
 from tunedqk.device import interpreting
 from tunedqk.errors import CaptureError
 from tunedqk.score import qk_score
+from tunedqk.variant import ALIGNMENT, Variant
 
 SELF_RUN = "TUNEDQK_TESTS_BY_TORCH" in os.environ
 
@@ -118,8 +119,8 @@ def test_every_head_dim(first, device):
     def compile_ahead(shape):
         head_dim, (dtype, q_heads, kv_heads, out_dtype) = shape
         q, k = make_inputs(1, q_heads, kv_heads, 2, head_dim, dtype, device)
-        aligned = head_dim * q.element_size() % launch.ALIGNMENT == 0
-        variant = launch.Variant(head_dim, q_heads // kv_heads, dtype, out_dtype or dtype, aligned)
+        aligned = head_dim * q.element_size() % ALIGNMENT == 0
+        variant = Variant(head_dim, q_heads // kv_heads, dtype, out_dtype or dtype, aligned)
         launch.build(torch.device("cuda", torch.cuda.current_device()), variant, _config(q, k))
 
     head_dims = range(first, first + 64)
@@ -137,8 +138,8 @@ def test_every_head_dim(first, device):
     ],
 )
 def test_several_blocks_of_rows(head_dim, group, dtype, device):
-    variant = launch.Variant(head_dim, group, dtype, torch.float32, aligned=False)
-    assert variant.row_blocks == 2
+    variant = Variant(head_dim, group, dtype, torch.float32, aligned=False)
+    assert group > variant.blocking.ROWS >= group / 2
     _assert_scored(*make_inputs(2, group, 1, 19, head_dim, dtype, device), out_dtype=torch.float32)
 
 
@@ -170,7 +171,7 @@ def test_the_seeds_case_for_every_config(head_dim, device):
         configs = tune.candidates(key, target)
     assert configs
     if device == "cuda":
-        variant = launch.Variant(head_dim, 1, torch.float32, torch.float32, aligned=True)
+        variant = Variant(head_dim, 1, torch.float32, torch.float32, aligned=True)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(lambda config: launch.build(target, variant, config), configs))
     q, k, out, expected = seed_case(head_dim, device)

@@ -26,6 +26,7 @@ from tunedqk.resolve import resolver_for
 from tunedqk.score import qk_score
 from tunedqk.serving import explain, warmup
 from tunedqk.validate import Validator
+from tunedqk.variant import Variant
 
 ONE = KernelConfig(64, 64, num_warps=4)
 KEY = tuning_key(1, 16, "float32", 1)
@@ -233,7 +234,7 @@ def test_calls_of_declared_shapes_compile_validate_open_and_allocate_nothing(dev
 def test_warmup_is_for_a_variant(device):
     warmup(**shape(q_heads=4, kv_heads=2, dtype=torch.float16, out_dtype=torch.float32), device=place(device))
     variants = {slot.variant for slot in ready.binaries}
-    assert variants == {launch.Variant(16, 2, torch.float16, torch.float32, aligned=True)}
+    assert variants == {Variant(16, 2, torch.float16, torch.float32, aligned=True)}
     warmup(**shape(aligned=False, max_seq_len=1), device=place(device))
     warmup(**shape(head_dim=17, max_seq_len=1), device=place(device))  # rows of 68 bytes
     alone = [slot.variant for slot in ready.binaries if slot.variant.group == 1]

@@ -39,6 +39,24 @@ TWO_DIMENSIONS = [
     (6, "11", "22", "rr", True),  # six KV heads would go by two, but not by two twice
 ]
 
+# Calls that are not plain: the placements of their arguments, of the scores, and whether bytes moved.
+OTHERS = [
+    ("ragged", {"q": "0", "k": "0", "seq_lens": "0", "seq_starts": "0"}, "0", False),
+    ("ragged", {"q": "1", "k": "2"}, "1", False),
+    ("ragged", {"k": "1"}, "r", True),  # a part of the positions does not know which are hidden
+    ("paged", {"q": "0", "seq_lens": "0", "block_table": "0"}, "0", False),
+    ("paged", {"q": "1", "k": "2"}, "1", False),
+    ("paged", {"k": "0"}, "r", True),  # a part of the pool
+    ("causal", {"q": "0", "k": "0"}, "0", False),
+    ("causal", {"q": "2", "k": "2"}, "1", False),
+    ("causal", {"k": "1"}, "r", True),
+    ("queries", {"k": "1"}, "3", False),
+    ("token", {"q": "0", "k": "0", "k_scale": "0"}, "0", False),
+    ("token", {"q": "1", "k": "2", "k_scale": "2"}, "1", False),
+    ("token", {"k": "1", "k_scale": "1"}, "2", False),
+    ("head", {"q": "1", "k": "2", "k_scale": "0"}, "1", False),
+]
+
 
 def torchrun(processes, meshes):
     """What the first of these processes answers to each case on each mesh."""
@@ -72,8 +90,14 @@ def test_a_sharded_call_stays_sharded_and_moves_nothing_compiled_and_with_gradie
     answers = torchrun(2, [[[2], [*plain, *compiled, *gradients, ("refused",)]]])
     assert answered(answers[: len(plain)]) == expected([*NHD, *HND])
     assert answered(answers[len(plain) :][:3]) == expected(NHD[:3])
-    message = "out: expected None where q, k or out is a DTensor, got a tensor"
+    message = "out: expected None where a tensor of the call is a DTensor, got a tensor"
     assert answers[-1] == [message, message]
+
+
+def test_a_call_that_is_not_plain_stays_sharded_where_each_part_knows_what_is_hidden():
+    for processes in (2, 4):
+        answers = torchrun(processes, [[[processes], [("other", kind, placed) for kind, placed, *_ in OTHERS]]])
+        assert answered(answers) == expected(OTHERS)
 
 
 def test_on_meshes_of_four_processes():

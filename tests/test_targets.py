@@ -31,7 +31,8 @@ from triton.compiler import ASTSource
 
 from tunedqk.config import KernelConfig, fits_shared_memory, search_space, tuning_key
 from tunedqk.kernels.vectorized import UNSPECIALISED, qk_score_kernel
-from tunedqk.launch import TORCH_DTYPES, Variant, shape_constexprs
+from tunedqk.tensors import TORCH_DTYPES
+from tunedqk.variant import Variant, shape_constexprs
 
 TYPES = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
 SCALARS = {"scale": "fp32", "fill": "fp32", "kv_heads": "i32"}

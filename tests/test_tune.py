@@ -25,6 +25,7 @@ from tunedqk.compile_pool import CompilePool
 from tunedqk.config import KernelConfig, search_space, tuning_key
 from tunedqk.device import interpreting, toolchain
 from tunedqk.errors import CompilerCrashedError, NoAcceptedConfigError, RejectedConfigError, TuningDeclinedError
+from tunedqk.tensors import Tensors
 from tunedqk.timing import Sample
 from tunedqk.validate import Validator
 from tunedqk.workload import TimedShape, Workload
@@ -253,7 +254,7 @@ def test_a_candidate_that_crashes_the_compiler_is_counted_and_not_built_here(mak
     key = tuning_key(1, 16, "bfloat16", 1)
 
     def compile_elsewhere(_, __, asked):
-        wanted = asked.out_dtype == {torch.bfloat16: "bf16", torch.float32: "fp32"}[out_dtype]
+        wanted = asked.pointers[2] == {torch.bfloat16: "bf16", torch.float32: "fp32"}[out_dtype]
         if wanted and asked.arguments["CHUNK_SIZE"] in {config.CHUNK_SIZE for config in few[:2]}:
             raise CompilerCrashedError("the compiler crashed: SIGSEGV")
         return True
@@ -382,7 +383,7 @@ def test_the_search_stops_when_no_finalist_has_a_right_twin(make_door, few, monk
 # --- What wins ---
 
 A, B, C = (KernelConfig(chunk, chunk, num_warps=4) for chunk in (64, 128, 256))
-SHAPE = TimedShape(1, 8, [torch.empty(4)], [torch.empty(64)], [torch.empty(4)])
+SHAPE = TimedShape(1, 8, [Tensors(torch.empty(4), torch.empty(64))], [torch.empty(4)])
 
 
 class StubDoor:
@@ -535,12 +536,13 @@ def test_tuning_leaves_no_memory_behind(device, make_door, few, monkeypatch, own
         def __init__(self, *arguments):
             super().__init__(*arguments)
             left.append(weakref.ref(self._pool))
-            left.extend(weakref.ref(x) for shape in self.shapes for x in (*shape.q, *shape.k, *shape.out))
+            tensors = [x for shape in self.shapes for given in shape.tensors for x in given.given.values()]
+            left.extend(weakref.ref(x) for x in (*tensors, *[out for shape in self.shapes for out in shape.out]))
 
     class SpiedValidator(Validator):
         def check(self, *arguments):
             verdict = super().check(*arguments)
-            left.extend(weakref.ref(inputs.k) for inputs in self._judging)
+            left.extend(weakref.ref(inputs.numbers.k) for inputs in self._judging)
             return verdict
 
     monkeypatch.setattr(tune, "Workload", SpiedWorkload)

@@ -23,8 +23,9 @@ from tunedqk.builder import Builder
 from tunedqk.config import DEFAULT_GRID, KernelConfig, search_space, tuning_key
 from tunedqk.device import interpreting
 from tunedqk.errors import CrashedError, RejectedConfigError
-from tunedqk.inputs import Inputs
+from tunedqk.inputs import Case
 from tunedqk.records import Receipt
+from tunedqk.tensors import Tensors
 from tunedqk.tune import candidates, tuned_variant
 from tunedqk.validate import Validator, Verdict
 
@@ -135,9 +136,9 @@ class Spoiled(launch.Binary):
         self._spoil = spoil
         self._launches = {}
 
-    def launch(self, q, k, out, *arguments):
+    def launch(self, tensors, out, *arguments):
         before = out.clone()
-        self._binary.launch(q, k, out, *arguments)
+        self._binary.launch(tensors, out, *arguments)
         number = self._launches[out.shape] = self._launches.get(out.shape, 0) + 1
         self._spoil(number, out, before)
 
@@ -216,9 +217,9 @@ def test_an_element_written_between_positions_is_rejected(device):
 
 def test_a_changed_input_is_the_verdict_although_results_differ_too(device):
     class Overwriting(Spoiled):
-        def launch(self, q, k, out, *arguments):
-            super().launch(q, k, out, *arguments)
-            k[0, 0, 0, 0] += 1
+        def launch(self, tensors, *arguments):
+            super().launch(tensors, *arguments)
+            tensors.k[0, 0, 0, 0] += 1
 
     verdict = shared_validator(device, variant_of()).check(Overwriting(device, variant_of(), no_spoil))
     assert verdict.verdict == validate.INPUT_CHANGED
@@ -238,9 +239,9 @@ def compared(device, dtype, got_of):
     validator = Validator(torch.device(device), variant_of(out_dtype=dtype))
     reference = torch.randn(1, 1, 512).to(device)
     magnitude = 8 * reference.abs()
-    inputs = Inputs(reference, reference, reference, magnitude, torch.zeros_like(reference, dtype=torch.bool))
+    case = Case(Tensors(reference, reference), reference, magnitude, torch.zeros_like(reference, dtype=torch.bool))
     bound = 2 * validate.gamma(validator.variant.head_dim + 2) * magnitude
-    wrong, error = validator._compare(got_of(reference, bound), inputs)
+    wrong, error = validator._compare(got_of(reference, bound), case)
     return wrong.item(), error.item()
 
 
