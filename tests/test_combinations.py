@@ -122,6 +122,25 @@ def test_every_combination_of_cpu_tensors(monkeypatch):
         Call(number, "cpu", *one).check()
 
 
+@pytest.mark.parametrize("fill", [-3.0, None])
+@pytest.mark.parametrize("lens", [0, 7, 20, 1000, -4])
+@pytest.mark.parametrize("starts", [0, 16, 19, 20, 31, 32, 1000, -5])
+def test_lengths_and_starts_beyond_the_cache_write_nothing_beyond_out(device, starts, lens, fill):
+    q, k = torch.randn(1, 1, 16, device=device), torch.randn(1, 20, 1, 16, device=device)
+    around = torch.full((1, 1, 96), 7.0, device=device)
+    out = around[..., 32:52]
+    tensors = {"seq_lens": torch.tensor([lens], device=device), "seq_starts": torch.tensor([starts], device=device)}
+    qk_score(q, k, out=out, fill=fill, config=KernelConfig(16, 16, num_warps=4), **tensors)
+    assert (around[..., :32] == 7).all()
+    assert (around[..., 52:] == 7).all()
+    begin, end = max(starts, 0), min(lens, 20)
+    hidden = torch.ones(20, dtype=torch.bool, device=device)
+    hidden[begin : max(begin, end)] = False
+    assert (out[..., hidden] == (7 if fill is None else fill)).all()
+    whole = torch.einsum("d,ld->l", q[0, 0].double(), k[0, :, 0].double())
+    torch.testing.assert_close(out[0, 0, ~hidden].double(), whole[~hidden], rtol=1e-5, atol=1e-5)
+
+
 # --- What must not be read, and what is ---
 
 

@@ -171,7 +171,8 @@ def _score_request(query, keys, k_scales, scale, head_scale, lengths, out, index
             )  # fmt: skip
             scored += walkers
         if form.FILL:
-            fill_range(query, out, 0, first.to(tl.int64) * form.CHUNK_SIZE, index, walkers, form)
+            # Whole chunks, of which the last may reach beyond out.
+            fill_range(query, out, 0, tl.minimum(first.to(tl.int64) * form.CHUNK_SIZE, out_len), index, walkers, form)
             fill_range(query, out, last.to(tl.int64) * form.CHUNK_SIZE, out_len, index, walkers, form)
     else:
         _score_chunk(
