@@ -5,12 +5,28 @@ The whole runs under the interpreter as well, with 2^15 for the limit, and int16
 
 from __future__ import annotations
 
+import functools
 import gc
 
 import mutants
 import pytest
 import torch
-from mutants import BF16, FP16, FP32, OFFSETS, SMALL, build_mutant, offset_mutant, variant_of
+from mutants import (
+    BF16,
+    E4M3,
+    E5M2,
+    FP16,
+    FP32,
+    INT32,
+    INT64,
+    OFFSETS,
+    PAGED,
+    SEVERAL,
+    SMALL,
+    build_mutant,
+    offset_mutant,
+    variant_of,
+)
 
 from tunedqk import launch, offsets, validate
 from tunedqk.config import KernelConfig
@@ -57,6 +73,21 @@ VARIANTS = [
     pytest.param(variant_of(FP32, FP16), id="fp32 to fp16"),
     pytest.param(variant_of(FP16, head_dim=17, group=5, aligned=False), id="fp16, head_dim 17, not aligned"),
     pytest.param(variant_of(group=20), id="two blocks of rows"),
+    pytest.param(variant_of(group=2, seq_lens=INT32, seq_starts=INT64), id="lengths and starts"),
+    pytest.param(variant_of(BF16, group=3, seq_lens=INT64, fill=False), id="lengths, by dot, not filled"),
+    pytest.param(variant_of(group=2, rows=8), id="4 queries"),
+    pytest.param(variant_of(BF16, group=3, rows=16, causal=True), id="5 queries, causal, by dot"),
+    pytest.param(variant_of(group=5, rows=32, seq_lens=INT32), id="6 queries of other lengths, two blocks of rows"),
+    pytest.param(variant_of(seq_lens=INT32, block_table=INT32, page_size=1), id="pages of 1"),
+    pytest.param(
+        variant_of(BF16, group=2, seq_lens=INT32, block_table=INT64, page_size=2, aligned=False), id="pages of 2"
+    ),
+    pytest.param(
+        variant_of(group=2, seq_lens=INT64, block_table=INT32, page_size=16, fp8=E4M3, k_scale="token"),
+        id="pages of 16, e4m3 by token",
+    ),
+    pytest.param(variant_of(BF16, head_dim=32, group=4, fp8=E4M3, k_scale="head"), id="e4m3 by head, by dot"),
+    pytest.param(variant_of(FP16, fp8=E5M2, k_scale="token"), id="e5m2 by token"),
 ]
 
 
@@ -69,11 +100,18 @@ def test_the_product_passes_the_limit(device, variant):
         assert shown(check, launch.build(target, variant, config)) == []
 
 
+@functools.cache
+def check_that_a_copy_passes(device, variant):
+    """A check in which the kernel, loaded as mutants are loaded, shows nothing."""
+    check = OffsetCheck(torch.device(device), variant)
+    assert shown(check, build_mutant(variant, SMALL)) == []
+    return check
+
+
 @pytest.mark.parametrize("offset", OFFSETS, ids=lambda offset: offset.name)
 @pytest.mark.usefixtures("limit_of_15_bits")
 def test_an_offset_of_16_bits_shows_in_its_trial_alone(device, offset):
-    check = OffsetCheck(torch.device(device), offset.variant)
-    assert shown(check, build_mutant(offset.variant, SMALL)) == []
+    check = check_that_a_copy_passes(device, offset.variant)
     assert shown(check, build_mutant(offset.variant, SMALL, offset_mutant(offset, 16).edits)) == list(offset.places)
 
 
@@ -91,10 +129,18 @@ def test_what_an_earlier_binary_wrote_does_not_help_a_later_one(device):
         assert check._with_spread_output(Idle(variant, SMALL), case)
 
 
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(variant_of(group=2), id="one query"),
+        pytest.param(SEVERAL, id="several queries"),
+        pytest.param(PAGED._replace(page_size=2), id="pages"),
+    ],
+)
 @pytest.mark.usefixtures("limit_of_15_bits")
-def test_what_wraps_stays_in_the_block(device, monkeypatch):
+def test_what_wraps_stays_in_the_block(device, monkeypatch, variant):
     """Addresses are where the block is, before the limit and beyond; what is read there by mistake is NaN."""
-    check = OffsetCheck(torch.device(device), variant_of(group=2))
+    check = OffsetCheck(torch.device(device), variant)
     assert check.reserve(FP32) == ""
     views = []
     inner = check._views

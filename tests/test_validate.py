@@ -13,7 +13,7 @@ import msgspec
 import mutants
 import pytest
 import torch
-from mutants import BF16, FP16, FP32, MUTANTS, SMALL, build_mutant, variant_of
+from mutants import BF16, E4M3, E5M2, FP16, FP32, INT32, INT64, MUTANTS, SMALL, build_mutant, variant_of
 from triton.errors import TritonError
 from triton.runtime.errors import OutOfResources
 
@@ -281,6 +281,7 @@ KEYS = [
     pytest.param(tuning_key(1, 17, "bfloat16", 1), id="bf16, head_dim 17"),
     pytest.param(tuning_key(1, 16, "bfloat16", 4), id="bf16, 4 rows"),
     pytest.param(tuning_key(1, 260, "float32", 1), id="fp32, head_dim 260"),
+    pytest.param(tuning_key(1, 16, "float8_e4m3fn", 4, page_size=16), id="e4m3, 4 rows, pages of 16"),
 ]
 
 
@@ -310,8 +311,36 @@ def test_every_config_of_the_product_is_accepted(device, key):
         pytest.param(variant_of(group=5), id="5 rows by sum"),
         pytest.param(variant_of(BF16, head_dim=288, group=2), id="head_dim 288 by dot"),
         pytest.param(variant_of(group=16), id="fp32 by dot"),
+        pytest.param(variant_of(head_dim=260, seq_starts=INT64, fill=False), id="starts, head_dim 260, not filled"),
+        pytest.param(
+            variant_of(BF16, rows=4, seq_lens=INT64, seq_starts=INT32, fill=False),
+            id="lengths of 4 queries, starts, not filled",
+        ),
+        pytest.param(
+            variant_of(FP16, FP32, group=3, rows=8, seq_lens=INT32, causal=True, aligned=False),
+            id="causal, lengths, not aligned",
+        ),
+        pytest.param(variant_of(group=5, rows=16, seq_starts=INT32, causal=True), id="causal, starts"),
+        pytest.param(variant_of(FP32, FP16, seq_lens=INT64, block_table=INT64, page_size=1), id="pages of 1"),
+        pytest.param(
+            variant_of(FP16, group=2, seq_lens=INT32, seq_starts=INT32, block_table=INT32, page_size=2, fill=False),
+            id="pages of 2, starts, not filled",
+        ),
+        pytest.param(variant_of(seq_lens=INT32, block_table=INT64, page_size=256), id="pages of 256"),
+        pytest.param(
+            variant_of(
+                BF16, FP32, 32, 2, fp8=E4M3, k_scale="token", rows=8, seq_lens=INT32, block_table=INT32, page_size=16,
+                causal=True,
+            ),
+            id="pages of 16, causal, e4m3 by token",
+        ),
+        pytest.param(
+            variant_of(FP16, group=2, fp8=E5M2, k_scale="head", seq_lens=INT32, aligned=False),
+            id="lengths, e5m2 by head, not aligned",
+        ),
+        pytest.param(variant_of(group=2, fp8=E4M3, rows=4), id="e4m3, 2 queries"),
     ],
-)
+)  # fmt: skip
 def test_every_variant_is_accepted(device, variant):
     target = torch.device(device)
     verdict = Validator(target, variant).check(launch.build(target, variant, SMALL))
