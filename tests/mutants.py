@@ -135,6 +135,7 @@ CAUSAL_BLOCKS = variant_of(group=5, rows=32, causal=True)
 # Pages of several tiles, of parts of one, and of one and a half.
 PAGED = variant_of(group=2, seq_lens=INT32, block_table=INT32, page_size=32)
 PAGED_STARTS = PAGED._replace(seq_starts=INT32)
+PAGED_BY_DOT = variant_of(BF16, group=3, seq_lens=INT64, block_table=INT64, page_size=32)
 SMALL_PAGES = variant_of(BF16, group=3, seq_lens=INT64, block_table=INT64, page_size=2)
 ODD_PAGES = PAGED._replace(page_size=24)
 HEAD_SCALES = variant_of(group=2, fp8=E5M2, k_scale="head")
@@ -194,16 +195,19 @@ READ_ROW = "tl.minimum(query.first + row, query.count - 1)"
 Q_ROW = "row_offsets(read_row, query.stride_h, query.stride_i, form)"
 Q_COLUMN = "row_offsets(rows, query.stride_h, query.stride_i, form)"
 OUT_ROW = "row_offsets(query.first + row, out.stride_h, out.stride_i, form)"
+FILLED_ROW = f"for row in range(rows):\n            row_base = out.base + {OUT_ROW}"
 OUT_COLUMN = "row_offsets(rows, out.stride_h, out.stride_i, form)"
 OUT_BASE = "out_base = out_ptr + b"
 LENGTH = "tl.load(lengths.base + queries * lengths.stride_i).to(tl.int64)"
-BEGIN = "tl.load(seq_starts_ptr + b * stride_sb).to(tl.int64)"
+GIVEN = "tl.maximum(given, 0)"
+BEGIN = "tl.maximum(tl.load(seq_starts_ptr + b * stride_sb).to(tl.int64), 0)"
 LATER_QUERIES = "lengths.q_len - 1 - queries"
 OWN_END = "ends_of(lengths, read_row // form.GROUP, form)"
 OWN_ENDS = "ends_of(lengths, own // form.GROUP, form)"
-CHUNKS = "((out_len + form.CHUNK_SIZE - 1) // form.CHUNK_SIZE)"
-LAST = "(tl.maximum(end, 0) + form.CHUNK_SIZE - 1) // form.CHUNK_SIZE"
-FIRST = "tl.maximum(begin, 0) // form.CHUNK_SIZE"
+CHUNKS = "chunks = (out_len + form.CHUNK_SIZE - 1) // form.CHUNK_SIZE"
+LAST = "(end + form.CHUNK_SIZE - 1) // form.CHUNK_SIZE"
+FIRST = "begin // form.CHUNK_SIZE"
+FILLED_TO_START = "tl.minimum(first.to(tl.int64) * form.CHUNK_SIZE, out_len)"
 FILLED_ROWS = "tl.minimum(query.count - query.first, form.ROWS)"
 PAGE = "tl.load(cache.table + position // form.PAGE_SIZE, mask=inside, other=0)"
 PAGE_OF_TILE = "tl.load(cache.table + position // form.PAGE_SIZE, mask=seen, other=0)"
@@ -266,6 +270,11 @@ MUTANTS = [
     _mutant("bf16 sum in fp16", f"tl.sum({PRODUCT}, axis=1)",
             f"tl.sum(({PRODUCT}).to(tl.float16), axis=1).to(tl.float32)", variant=variant_of(BF16)),
     _mutant("bf16 scores in bf16 before scale", DOT, f"{DOT}.to(tl.bfloat16).to(tl.float32)", variant=BY_DOT),
+    # What is not finite.
+    _mutant("NaN taken for 0", PRODUCT, f"tl.where({PRODUCT} == {PRODUCT}, {PRODUCT}, 0.0)"),
+    _mutant("NaN taken for 0 by dot", DOT, DOT.replace("tile_keys,", "tl.where(tile_keys == tile_keys, tile_keys, 0),"),
+            variant=variant_of(FP16, group=3)),
+    _mutant("Inf taken for a number", PRODUCT, f"tl.minimum({PRODUCT}, 3e38)", variant=variant_of(BF16, FP32)),
     _mutant("keys in fp8", PRODUCT, PRODUCT.replace("keys.", "keys.to(tl.float8e5)."), variant=variant_of(BF16)),
     _mutant("fp16 products saturate", PRODUCT, f"tl.minimum(tl.maximum({PRODUCT}, -65504.0), 65504.0)",
             variant=variant_of(FP16)),
@@ -297,7 +306,9 @@ MUTANTS = [
     *_mutants("one position short of the length", LENGTH, f"{LENGTH} - 1", (UNFILLED, UNFILLED_BY_DOT)),
     _mutant("length of the first request", "b * stride_lb", "0 * stride_lb", variant=RAGGED, gpu=True),
     _mutant("lengths next to each other", "b * stride_lb", "b", variant=RAGGED, gpu=True),
-    _mutant("end not counted from the chunk", "within(end, start, form)", "within(end, 0, form)", variant=RAGGED),
+    # What lies behind the keys may have changed meanwhile.
+    _mutant("end not counted from the chunk", "within(end, start, form)", "within(end, 0, form)",
+            validate.NOT_DETERMINISTIC, variant=RAGGED, race=True),
     _mutant("last position of a chunk hidden", "0), form.CHUNK_SIZE).to", "0), form.CHUNK_SIZE - 1).to",
             variant=RAGGED),
     _mutant("starts ignored", "if seq_starts_ptr is not None:", "if False:", variant=RAGGED),
@@ -350,11 +361,26 @@ MUTANTS = [
     _mutant("one filled too many", "mask=positions < end", "mask=positions <= end", validate.OUT_OF_BOUNDS,
             variant=RAGGED),
     _mutant("last position not filled", "mask=positions < end", "mask=positions < end - 1", variant=RAGGED),
-    _mutant("last chunk of a request passed over", LAST, "tl.maximum(end, 0) // form.CHUNK_SIZE", variant=UNFILLED),
-    _mutant("first chunk of a request passed over", FIRST, FIRST.replace("0)", "0) + form.CHUNK_SIZE - 1"),
+    _mutant("last chunk of a request passed over", LAST, "end // form.CHUNK_SIZE", variant=UNFILLED),
+    _mutant("first chunk of a request passed over", FIRST, "(begin + form.CHUNK_SIZE - 1) // form.CHUNK_SIZE",
             variant=UNFILLED),
-    _mutant("last chunk of the output passed over", CHUNKS, "(out_len // form.CHUNK_SIZE)", variant=RAGGED),
+    _mutant("last chunk of the output passed over", CHUNKS, "chunks = out_len // form.CHUNK_SIZE", variant=RAGGED),
+    # Lengths and starts that lie outside of the cache, and chunks that lie before the start.
+    _mutant("length beyond the cache", f"tl.minimum({GIVEN}, ends)", GIVEN, variant=RAGGED),
+    _mutant("start before the cache", BEGIN, BEGIN.removeprefix("tl.maximum(").removesuffix(", 0)"),
+            validate.OUT_OF_BOUNDS, variant=RAGGED),
+    *_mutants("filled beyond out, to the start", FILLED_TO_START, FILLED_TO_START.replace("_len", "_len + 99"),
+              (RAGGED, RAGGED_BY_DOT), validate.OUT_OF_BOUNDS),
+    *_mutants("chunks before the start not filled", FILLED_TO_START, "0", (RAGGED, RAGGED_BY_DOT)),
+    *_mutants("chunks before the start counted twice", "scored = first + index", "scored = 2 * first + index",
+              (UNFILLED, UNFILLED_BY_DOT)),
     # How many chunks a program goes through is not the same at each launch.
+    _mutant("programs begin two chunks apart", "scored = first + index", "scored = first + 2 * index",
+            validate.NOT_DETERMINISTIC, variant=UNFILLED, race=True),
+    _mutant("filled from every other block on", "begin += index.to(tl.int64)", "begin += index.to(tl.int64) * 2",
+            validate.NOT_DETERMINISTIC, variant=RAGGED, race=True),
+    _mutant("every other block not filled", "begin += walkers.to(tl.int64)", "begin += walkers.to(tl.int64) * 2",
+            validate.NOT_DETERMINISTIC, variant=RAGGED, race=True),
     _mutant("every other chunk passed over", "scored += walkers", "scored += walkers + 1", validate.NOT_DETERMINISTIC,
             variant=UNFILLED, race=True),
     _mutant("blocks of rows walk for others", "(batch * kv_heads * row_blocks)", "(batch * kv_heads)",
@@ -365,8 +391,12 @@ MUTANTS = [
     _mutant("table not read", PAGE_OF_TILE, "(position // form.PAGE_SIZE)", variant=PAGED),
     _mutant("table not read, small pages", PAGE, "(position // form.PAGE_SIZE)", variant=SMALL_PAGES),
     _mutant("next page", PAGE, PAGE.replace("PAGE_SIZE,", "PAGE_SIZE + 1,"), variant=SMALL_PAGES),
-    _mutant("pages twice as large in the table", PAGE_OF_TILE, PAGE_OF_TILE.replace("// ", "// 2 // "),
-            variant=PAGED._replace(page_size=16)),
+    *_mutants("pages twice as large in the table", PAGE_OF_TILE, PAGE_OF_TILE.replace("// ", "// 2 // "),
+              (PAGED, PAGED_BY_DOT)),
+    _mutant("second page of many chunks", PAGE_OF_TILE, PAGE_OF_TILE.replace("position //", "0 * position //"),
+            variant=PAGED._replace(page_size=256)),
+    _mutant("pages one behind the other", PAGE, f"({PAGE.replace('position //', '0 * position //')}"
+            " + position // form.PAGE_SIZE)", variant=SMALL_PAGES),
     _mutant("table from the chunk's start", "chunk.start.to(tl.int32) + tile", "tile", variant=PAGED),
     _mutant("place of a tile in half a page", PLACE, f"{PLACE} % (form.PAGE_SIZE // 2)", variant=PAGED),
     _mutant("place in half a page", PLACE, f"{PLACE} % (form.PAGE_SIZE // 2)", variant=SMALL_PAGES),
@@ -437,12 +467,21 @@ MUTANTS = [
 
 
 class Offset(NamedTuple):
-    """A product of an index and a stride in the kernel, and which trials of offsets.py it shows in alone."""
+    """A product of an index and a stride in the kernel, and which trials of offsets.py it shows in alone.
+
+    within: a longer text that has it, where others have it as well.
+    """
 
     name: str
     product: str
     places: tuple[str, ...]
     variant: Variant = BY_SUM
+    within: str = ""
+
+    def edit(self, bits):
+        """The product in integers of so many bits."""
+        within = self.within or self.product
+        return within, within.replace(self.product, f"({self.product}).to(tl.int{bits})")
 
 
 BLOCKS = ("batch, inputs", "positions, inputs", "chunks, inputs")
@@ -478,6 +517,11 @@ OFFSETS = [
     Offset("block of a page", "block * cache.stride_b", BLOCKS, PAGED),
     Offset("block of a small page", "block * cache.stride_b", BLOCKS, SMALL_PAGES),
     Offset("place in a page", PAGE_PLACE, ("places in a page, inputs",), PAGED._replace(page_size=16)),
+    Offset("place in a page of several chunks", PAGE_PLACE, ("places in a page, inputs",), PAGED),
+    Offset("filled position", "positions * out.stride_l", ("filled, output",), RAGGED),
+    Offset("filled position by dot", "positions * out.stride_l", ("filled, output",), RAGGED_BY_DOT),
+    Offset("filled row", OUT_ROW, ("rows, output",), RAGGED, within=FILLED_ROW),
+    Offset("filled row of several queries", OUT_ROW, ("rows, output", "queries, output"), CAUSAL, within=FILLED_ROW),
     Offset("place in a small page", PAGE_PLACE, ("places in a page, inputs",), SMALL_PAGES),
     Offset("head of k, float8", "kv_head * visible_stride(stride_kh, k_ptr.dtype.element_ty, ALIGNED)",
            ("heads, inputs",), TOKEN_SCALES),
@@ -487,8 +531,7 @@ OFFSETS = [
 
 def offset_mutant(offset, bits):
     """The kernel with that product in integers of so many bits."""
-    narrow = f"({offset.product}).to(tl.int{bits})"
-    return _mutant(f"{offset.name} in int{bits}", offset.product, narrow, variant=offset.variant, gpu=True)
+    return _mutant(f"{offset.name} in int{bits}", *offset.edit(bits), variant=offset.variant, gpu=True)
 
 
 MUTANTS += [offset_mutant(offset, 32) for offset in OFFSETS]

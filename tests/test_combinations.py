@@ -123,8 +123,8 @@ def test_every_combination_of_cpu_tensors(monkeypatch):
 
 
 @pytest.mark.parametrize("fill", [-3.0, None])
-@pytest.mark.parametrize("lens", [0, 7, 20, 1000, -4])
-@pytest.mark.parametrize("starts", [0, 16, 19, 20, 31, 32, 1000, -5])
+@pytest.mark.parametrize("lens", [0, 7, 20, 1000, -4, 2**63 - 1, -(2**63)])
+@pytest.mark.parametrize("starts", [0, 16, 19, 20, 31, 32, 1000, -5, 2**40, 2**63 - 1, -(2**63)])
 def test_lengths_and_starts_beyond_the_cache_write_nothing_beyond_out(device, starts, lens, fill):
     q, k = torch.randn(1, 1, 16, device=device), torch.randn(1, 20, 1, 16, device=device)
     around = torch.full((1, 1, 96), 7.0, device=device)
@@ -139,6 +139,18 @@ def test_lengths_and_starts_beyond_the_cache_write_nothing_beyond_out(device, st
     assert (out[..., hidden] == (7 if fill is None else fill)).all()
     whole = torch.einsum("d,ld->l", q[0, 0].double(), k[0, :, 0].double())
     torch.testing.assert_close(out[0, 0, ~hidden].double(), whole[~hidden], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("starts", [-(2**63), 0, 2**63 - 1])
+@pytest.mark.parametrize("lens", [-(2**63), 20, 2**63 - 1])
+def test_causal_queries_of_lengths_beyond_all_bounds(device, lens, starts):
+    q, k = torch.randn(1, 3, 2, 16, device=device), torch.randn(1, 20, 1, 16, device=device)
+    tensors = {"seq_lens": torch.tensor([lens], device=device), "seq_starts": torch.tensor([starts], device=device)}
+    got = qk_score(q, k, causal=True, fill=-3.0, config=KernelConfig(16, 16, num_warps=4), **tensors)
+    expected = qk_score(q, k, causal=True, fill=-3.0, config=KernelConfig(16, 16, num_warps=4))
+    if lens < 0 or starts > 0:
+        expected.fill_(-3.0)
+    assert torch.equal(got, expected)
 
 
 # --- What must not be read, and what is ---

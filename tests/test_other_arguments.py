@@ -91,6 +91,13 @@ def test_out_may_not_share_memory_with_what_is_read(device, name):
         qk_score(**(arguments | {name: view, "out": out}))
 
 
+def test_a_table_of_more_positions_than_an_int32_counts_is_named(device):
+    table = torch.empty(2**28, dtype=torch.int32, device=device).expand(2, -1)
+    message = r"block_table: expected max_blocks \* page_size of at most 2147483647, got 2147483648 in \[2, 268435456\]"
+    with pytest.raises(ValueError, match=message):
+        qk_score(**(good(device) | {"block_table": table}))
+
+
 def test_a_gpu_without_e4m3_says_so(device, monkeypatch):
     from tunedqk import arguments as checks
 

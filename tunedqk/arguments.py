@@ -12,6 +12,7 @@ from tunedqk.launch import MAX_PROGRAMS
 from tunedqk.tensors import DTYPE_NAMES, FP8_NAMES, INDEX_DTYPES, Tensors
 
 LAYOUTS = ("NHD", "HND")
+MAX_POSITIONS = 2**31 - 1  # of a block table: the kernel finds pages in int32
 _SUPPORTED = ", ".join(DTYPE_NAMES.values())
 _Q_FORMS = {
     "NHD": "[batch, q_heads, head_dim] or [batch, q_len, q_heads, head_dim]",
@@ -88,6 +89,11 @@ def _check_q_and_k(tensors: Tensors, layout: str) -> Sizes:
         page_size, seq_len = seq_len, _check_table(tensors.block_table, batch) * seq_len
         if not 1 <= page_size <= MAX_PAGE_SIZE:
             raise ValueError(f"k: expected page_size from 1 to {MAX_PAGE_SIZE}, got {page_size} in {list(k.shape)}")
+        if seq_len > MAX_POSITIONS:
+            raise ValueError(
+                f"block_table: expected max_blocks * page_size of at most {MAX_POSITIONS}, got {seq_len} "
+                f"in {list(tensors.block_table.shape)}"
+            )
     elif k_batch != batch:
         raise ValueError(f"k: expected q's batch {batch}, got {k_batch} in shape {list(k.shape)}")
     if k_head_dim != head_dim:

@@ -15,11 +15,20 @@ from tunedqk.tensors import Tensors
 from tunedqk.variant import ALIGNMENT, Variant
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SPARE_BLOCKS = 2  # of a pool, which nobody uses
-SEED = 20261
+# A request's (length, start) by seq_len, in turn: also outside of the cache, by more than a chunk, and for the last two
+# so that nothing is seen.
+LIMITS: tuple[Callable[[int], tuple[int, int]], ...] = (
+    lambda seq_len: (seq_len - 2, 1),
+    lambda seq_len: (seq_len + 5, -2 * seq_len),
+    lambda seq_len: (seq_len - 3, 2 * seq_len // 3),
+    lambda seq_len: (seq_len // 2, 2),
+    lambda seq_len: (-2, seq_len - 1),
+    lambda seq_len: (seq_len, 3 * seq_len),
+)
 
 
 class Numbers(NamedTuple):
@@ -83,16 +92,17 @@ def surrounded_copy(x: torch.Tensor, *, aligned: bool) -> torch.Tensor:
     return copy
 
 
-def arrange(variant: Variant, numbers: Numbers, *, full: bool = False) -> Tensors:
+def arrange(variant: Variant, numbers: Numbers, *, first: int = 0, full: bool = False) -> Tensors:
     """The tensors of a call, in memory of their own.
 
-    full: every request, and query, sees all positions, and a pool's blocks are used from the last one on.
+    first: which of LIMITS is the first request's; the next one has the next. full: instead every request, and query,
+    sees all positions, and a pool's blocks are used from the last one on.
     """
     q, k, k_scale = numbers
     q = surrounded_copy(q if variant.several else q[:, 0], aligned=variant.aligned)
     if variant == Variant(*variant[:5]):  # nothing is hidden, paged or scaled
         return Tensors(q, surrounded_copy(k, aligned=variant.aligned))
-    lens, starts, seen = _limits(variant, numbers, full=full)
+    lens, starts, seen = _limits(variant, numbers, first, full=full)
     table, shape, places = None, tuple(k.shape[:2]), None
     if variant.page_size:
         table, places = _pages(variant, seen, full=full)
@@ -108,23 +118,22 @@ def arrange(variant: Variant, numbers: Numbers, *, full: bool = False) -> Tensor
     )  # fmt: skip
 
 
-def _limits(variant: Variant, numbers: Numbers, *, full: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Lengths [batch] or [batch, q_len], starts [batch], and the positions that some query sees [batch, seq_len].
-
-    Requests see all positions, most, half, none.
-    """
+def _limits(
+    variant: Variant, numbers: Numbers, first: int, *, full: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Lengths [batch] or [batch, q_len], starts [batch], and the positions that some query sees [batch, seq_len]."""
     (batch, q_len), seq_len, device = numbers.q.shape[:2], numbers.k.shape[1], numbers.k.device
-    request, positions = torch.arange(batch, device=device), torch.arange(seq_len, device=device)
-    hidden = torch.tensor([0] if full else [0, 3, seq_len // 2, seq_len] if batch > 1 else [2], device=device)
-    begin = torch.tensor([0] if full else [0, 1, seq_len // 3, 2] if batch > 1 else [1], device=device)
-    lens = (seq_len - hidden[request % len(hidden)]).clamp(min=1 if batch == 1 else 0)
-    starts = begin[request % len(begin)].clamp(max=seq_len - 1)
+    limits = [(seq_len, 0) if full else LIMITS[(first + b) % len(LIMITS)](seq_len) for b in range(batch)]
+    lens, starts = torch.tensor(limits, device=device).T
+    if variant.page_size:  # the last page has room for more positions, which a longer output would show
+        lens = lens.clamp(max=seq_len)
+    positions = torch.arange(seq_len, device=device)
     ends = lens if variant.seq_lens else torch.full_like(lens, seq_len)
     seen = positions < ends[:, None]
     if variant.seq_starts:
         seen &= positions >= starts[:, None]
     if variant.several and not variant.causal and not full:
-        lens = (lens[:, None] - torch.arange(q_len, device=device)).clamp(min=0)
+        lens = lens[:, None] - torch.arange(q_len, device=device)
     return lens, starts, seen
 
 
@@ -140,17 +149,19 @@ def _strided(x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor | None:
 def _pages(
     variant: Variant, seen: torch.Tensor, *, full: bool
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """A table [batch, blocks] of blocks in random order, and each position's block and place in it.
+    """A table [batch, blocks] of blocks all over the pool, and each position's block and place in it.
 
-    The table is part of a wider one. Entries of pages that nobody sees name a block that nobody uses.
+    No block lies right behind its predecessor. The table is part of a wider one. Entries of pages that nobody sees name
+    a block that nobody uses.
     """
     batch, seq_len = seen.shape
     page_size, device = variant.page_size, seen.device
     blocks = -(-seq_len // page_size)
     count = batch * blocks + SPARE_BLOCKS
-    generator = torch.Generator(device).manual_seed(SEED)
-    descending = torch.arange(count - 1, -1, -1, device=device)
-    order = descending if full else torch.randperm(count, generator=generator, device=device)
+    # As far apart as the golden ratio puts them; the step is coprime to the count, and not 1.
+    step = next(n for n in range(max(2, round(0.618 * count)), count) if math.gcd(n, count) == 1)
+    steps = torch.arange(count, device=device)
+    order = count - 1 - steps if full else (steps * step + 1) % count
     of_request = order[: batch * blocks].view(batch, blocks)
     whole = torch.zeros(batch, blocks * page_size, dtype=torch.bool, device=device)
     whole[:, :seq_len] = seen

@@ -19,7 +19,8 @@ def visible(tensors: Tensors, sizes: Sizes, seq_len: int, *, causal: bool) -> to
     positions = torch.arange(seq_len, device=tensors.q.device)
     ends = torch.full((sizes.batch, q_len), sizes.seq_len, device=tensors.q.device)
     if lens is not None:
-        ends = torch.minimum(ends, lens.long() if lens.dim() == 2 else lens.long()[:, None])
+        given = lens.long().clamp(min=0)
+        ends = torch.minimum(ends, given if given.dim() == 2 else given[:, None])
     if causal:
         ends = ends - torch.arange(q_len - 1, -1, -1, device=ends.device)
     seen = positions < ends[..., None]

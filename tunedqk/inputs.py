@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tunedqk.arrangement import Numbers, arrange, memory
+from tunedqk.arrangement import LIMITS, Numbers, arrange, memory
 from tunedqk.kernels.loop import loop_scores
 from tunedqk.tensors import Tensors
 from tunedqk.variant import Variant
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SCALE = 0.37  # not a power of two: a scale that is lost, or applied twice, shows
 FILL = -7.25
 FAMILIES = ("integers", "random", "one-hot", "cancelling")
 SEED = 20260
+# Programs that share a request where lengths differ, one launch after the other: each goes through every chunk, every
+# other one, or a call's part of them.
+AS_CALLED = 0
+WALKERS = (1, 2, AS_CALLED)
 
 
 class Case(NamedTuple):
@@ -61,16 +69,17 @@ class Inputs:
         """Number of positions."""
         return self.numbers.k.shape[1]
 
-    def case(self, seq_len: int, kv_heads: int | None = None) -> Case:
+    def case(self, seq_len: int, kv_heads: int | None = None, first: int = 0) -> Case:
         """A call on the first positions and KV heads, with NaN wherever no key or query lies.
 
-        At odd lengths it has a query less, where its binaries take that: then a block of rows is not full.
+        first: which of arrangement.LIMITS is the first request's. At odd lengths it has a query less, where its
+        binaries take that: then a block of rows is not full.
         """
         variant, queries = self.variant, queries_of(self.variant)
         if variant.several and seq_len % 2 and 2 * (queries - 1) * variant.group > variant.rows:
             queries -= 1
         numbers = self.numbers.part(seq_len, kv_heads, queries)
-        tensors = arrange(variant, numbers)
+        tensors = arrange(variant, numbers, first=first)
         heads = numbers.q.shape[2]
         exact = self._of_rows(self.exact[:, :heads, :queries, :seq_len])
         if self.plain is not None:
@@ -86,13 +95,48 @@ class Inputs:
         return x if self.variant.several else x[:, :, 0]
 
 
+class Trial(NamedTuple):
+    """A call, and a launch for each number of walkers."""
+
+    case: Case
+    walkers: tuple[int, ...]
+
+
+def longest(variant: Variant, chunk: int) -> int:
+    """The largest length around a chunk: some request sees a position in a third chunk, and on a second page. Odd."""
+    beyond: int = max(2 * chunk, variant.page_size)
+    return beyond + 3 + beyond % 2
+
+
+def trials(judging: list[Inputs], chunk: int) -> Iterator[Trial]:
+    """What a binary with such chunks is judged on, at lengths around its chunk."""
+    variant, device = judging[0].variant, judging[0].numbers.k.device
+    lengths = (longest(variant, chunk), chunk + 1, chunk, chunk - 1, 1)
+    if device.type == "cuda":
+        for seq_len in lengths:
+            yield Trial(judging[0].case(seq_len), WALKERS)
+        return
+    # The interpreter takes tens of milliseconds a program, and runs one at a time: all heads twice, then one head, and
+    # one request at a time, so that each of the limits has a length.
+    for inputs, first, walkers in zip(judging, (0, 2), ((1, 2), (1,)), strict=True):
+        yield Trial(inputs.case(lengths[0], first=first), walkers)
+    one_head = functools.partial(judging[0].case, kv_heads=1)
+    yield Trial(one_head(chunk + 1, first=3), (1,))
+    yield Trial(one_head(chunk, first=1), (1, AS_CALLED))
+    yield Trial(one_head(chunk - 1, first=5), (1,))
+    yield Trial(one_head(1, first=1), (1, 2))
+    if variant.ragged:
+        yield Trial(one_head(chunk, first=4), (1,))
+
+
 def judging_inputs(device: torch.device, variant: Variant, seq_len: int) -> list[Inputs]:
     """Every family of inputs, spread over batch elements and heads so that none looks like its neighbour.
 
     A GPU gets one large set. The interpreter, which takes milliseconds a program, gets two small ones.
     """
     if device.type == "cuda":
-        return [_make(device, variant, seq_len, batch=4, kv_heads=3, families=FAMILIES)]
+        batch = len(LIMITS) if variant.ragged else len(FAMILIES)
+        return [_make(device, variant, seq_len, batch, kv_heads=3, families=FAMILIES)]
     return [
         _make(device, variant, seq_len, batch=1, kv_heads=2, families=pair) for pair in (FAMILIES[:2], FAMILIES[2:])
     ]
@@ -184,8 +228,16 @@ def _integer_family(generator: torch.Generator, variant: Variant, seq_len: int) 
 
 
 def _random_family(generator: torch.Generator, variant: Variant, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Anything, and now and then a key that is not finite: it shows in that position's scores, and in no other.
+
+    Not for the interpreter's float8, whose NaN is a number there, and another one by way of fp16.
+    """
     shapes = ((_rows(variant), variant.head_dim), (seq_len, variant.head_dim))
     q, k = (torch.randn(shape, generator=generator, device=generator.device) for shape in shapes)
+    not_finite = () if variant.fp8 and k.device.type == "cpu" else ((5, math.nan), (9, math.inf))
+    for first, value in not_finite:
+        positions = torch.arange(first, seq_len, 13, device=k.device)
+        k[positions, positions % variant.head_dim] = value
     return q, k
 
 

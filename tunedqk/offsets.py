@@ -9,6 +9,7 @@ leaves NaN where its result belongs. What is not touched is not written, so the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -46,7 +47,11 @@ class _Spread(NamedTuple):
 
 
 class _Case(NamedTuple):
-    """What shows one product of an index and a stride. Tensors are compact; spread_q and the others say what is not."""
+    """What shows one product of an index and a stride. Tensors are compact; spread_q and the others say what is not.
+
+    expected: of an output that goes on behind the last key, where the variant fills. An input that has nothing to
+    spread is not tried.
+    """
 
     name: str
     tensors: Tensors
@@ -103,60 +108,69 @@ class OffsetCheck:
         `reserve` found nothing lacking. capacity: the largest chunk to come, so that all binaries share their inputs.
         """
         for case in self._cases(binary.config.CHUNK_SIZE, capacity):
-            yield f"{case.name}, inputs", self._with_spread_inputs(binary, case)
+            if case.spread_q is not None or case.spread_k is not None:
+                yield f"{case.name}, inputs", self._with_spread_inputs(binary, case)
             yield f"{case.name}, output", self._with_spread_output(binary, case)
 
     def _cases(self, chunk: int, capacity: int) -> Iterator[_Case]:
         if self._few is None:
             self._few = integer_inputs(self.device, self.variant, 1, batch=2, kv_heads=self._kv_heads)
-        positions = (PARTS + 1) * chunk
-        if self._many is None or self._many.seq_len < positions:
-            longest = (PARTS + 1) * max(chunk, capacity)
+        page_size = self.variant.page_size
+        positions, of_a_page = (PARTS + 1) * chunk, -(-page_size // chunk) * chunk
+        if self._many is None or self._many.seq_len < max(positions, of_a_page):
+            longest = max((PARTS + 1) * max(chunk, capacity), page_size + chunk)
             self._many = integer_inputs(self.device, self.variant, longest, batch=1, kv_heads=1)
             self._made.clear()
         group, heads, q_len, second = self.variant.group, self._kv_heads, queries_of(self.variant), _Spread(0, 1)
-        few, many = self._few, self._many
-        yield self._case("batch", few, (2, 1, 1), second, second, second)
+        # Where chunks are filled without being scored, that has offsets of its own.
+        few = functools.partial(self._case, self._few, tail=chunk if self.variant.ragged and self.variant.fill else 0)
+        many = functools.partial(self._case, self._many)
+        yield few("batch", (2, 1, 1), second, second, second)
         q_head = _Spread(1, (heads - 1) * group)
         of_q = q_head._replace(dim=2 if self.variant.several else 1)
-        yield self._case("heads", few, (1, heads, 1), of_q, _Spread(2, heads - 1), q_head)
+        yield few("heads", (1, heads, 1), of_q, _Spread(2, heads - 1), q_head)
         if group > 1:  # where one program does not take them all, the last row is beyond the limit by two products
             last_row = _Spread(1, group - 1)
-            yield self._case("rows", few, (1, 1, 1), last_row._replace(dim=of_q.dim), None, last_row)
+            yield few("rows", (1, 1, 1), last_row._replace(dim=of_q.dim), None, last_row)
         if self.variant.several:
-            yield self._case("queries", few, (1, 1, 1), _Spread(1, q_len - 1), None, _Spread(2, q_len - 1))
+            yield few("queries", (1, 1, 1), _Spread(1, q_len - 1), None, _Spread(2, q_len - 1))
         # Positions are counted from their chunk's start: the one product is all within a chunk, the other its start.
         # All chunks are full: then a binary may load what its masks leave out, and still read nothing that is not ours.
         last = 3 if self.variant.several else 2
         for name, first, length in (("positions", chunk - 1, chunk), ("chunks", PARTS * chunk, positions)):
-            of_k = _Spread(0 if self.variant.page_size else 1, first)
-            yield self._case(name, many, (1, 1, length), None, of_k, _Spread(last, first))
-        if self.variant.page_size > 1:
-            in_page = _Spread(1, self.variant.page_size - 1)
-            yield self._case("places in a page", many, (1, 1, chunk), None, in_page, _Spread(last, chunk - 1))
+            of_k = _Spread(0 if page_size else 1, first)
+            yield many(name, (1, 1, length), None, of_k, _Spread(last, first))
+        if page_size > 1:
+            in_page = _Spread(1, page_size - 1)
+            yield many("places in a page", (1, 1, of_a_page), None, in_page, _Spread(last, of_a_page - 1))
+        if few.keywords["tail"]:
+            yield few("filled", (1, 1, 1), None, None, _Spread(last, chunk))
 
     def _case(
         self,
-        name: str,
         inputs: Inputs,
+        name: str,
         shape: tuple[int, int, int],
         spread_q: _Spread | None,
         spread_k: _Spread | None,
         spread_out: _Spread,
+        tail: int = 0,
     ) -> _Case:
-        """A case on the first of the inputs; shape: batch, KV heads, positions."""
+        """A case on the first of the inputs; shape: batch, KV heads, positions; tail: of the output, to be filled."""
         variant, (batch, kv_heads, seq_len) = self.variant, shape
-        made = self._made.get((name, seq_len))
-        if made is not None:
-            return made
+        wanted = (name, seq_len + tail)
+        if wanted in self._made:
+            return self._made[wanted]
         tensors = arrange(variant, inputs.numbers.part(seq_len, kv_heads, batch=batch), full=True)
         rows = (batch, kv_heads * variant.group, *([queries_of(variant)] if variant.several else []))
-        expected = torch.full((*rows, seq_len), torch.nan, dtype=torch.float32, device=self.device)
-        loop_scores(tensors, expected, SCALE, causal=variant.causal, fill=0.0 if variant.fill else None)
+        expected = torch.full((*rows, seq_len + tail), torch.nan, dtype=torch.float32, device=self.device)
+        scored, fill = expected[..., :seq_len], 0.0 if variant.fill else None
+        loop_scores(tensors, scored, SCALE, causal=variant.causal, fill=fill)
+        expected[..., seq_len:] = 0.0
         if variant.page_size and spread_k is not None and spread_k.dim == 0:
             spread_k = _Spread(0, tensors.k.shape[0] - 1)  # the block that the first position is in
-        self._made[name, seq_len] = _Case(name, tensors, expected, spread_q, spread_k, spread_out)
-        return self._made[name, seq_len]
+        self._made[wanted] = _Case(name, tensors, expected, spread_q, spread_k, spread_out)
+        return self._made[wanted]
 
     def _with_spread_inputs(self, binary: Binary, case: _Case) -> torch.Tensor:
         q, k = case.tensors[:2]

@@ -16,13 +16,14 @@ import torch
 
 from tunedqk.arrangement import bits
 from tunedqk.config import KernelConfig
-from tunedqk.inputs import FILL, SCALE, Case, Inputs, judging_inputs, long_inputs
-from tunedqk.launch import Binary
+from tunedqk.inputs import AS_CALLED, FILL, SCALE, Case, Inputs, judging_inputs, long_inputs, longest, trials
+from tunedqk.kernels.parts import FILL_SIZE
+from tunedqk.launch import RAGGED_PROGRAMS, Binary
 from tunedqk.offsets import OffsetCheck
 from tunedqk.variant import Variant, geometry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 CORRECT = "correct"
 WRONG_RESULT = "wrong result"
@@ -37,7 +38,6 @@ TIMED_OUT = "timed out"
 _SEVERITY = (OUT_OF_BOUNDS, INPUT_CHANGED, NOT_DETERMINISTIC, WRONG_RESULT)
 
 GUARD = 37  # elements before and behind the output; odd, so that nothing about the output is aligned
-LAUNCHES = 3
 FAR_OFFSETS = "offsets beyond 2**31"
 # Programs per multiprocessor that no GPU holds at once.
 RESIDENT_PROGRAMS = 33
@@ -133,8 +133,9 @@ class Validator:
             self._check_around(_Nothing(self.variant, KernelConfig(capacity, min(capacity, 64), num_warps=4)), [])
 
     def _prepare_chunks(self, chunk: int) -> None:
-        if not self._judging or self._judging[0].seq_len < 2 * chunk + 1:
-            self._judging = judging_inputs(self.device, self.variant, 2 * max(chunk, self._capacity) + 1)
+        if not self._judging or self._judging[0].seq_len < longest(self.variant, chunk):
+            most = longest(self.variant, max(chunk, self._capacity))
+            self._judging = judging_inputs(self.device, self.variant, most)
 
     def _prepare_length(self, seq_len: int) -> Inputs:
         if self._long is None or self._long.seq_len != seq_len:
@@ -157,8 +158,8 @@ class Validator:
         chunk = binary.config.CHUNK_SIZE
         self._prepare_chunks(chunk)
         findings: list[_Finding] = []
-        for case, launches in self._trials(chunk):
-            self._launch_and_judge(binary, case, findings, errors, launches)
+        for case, walkers in trials(self._judging, chunk):
+            self._launch_and_judge(binary, case, findings, errors, walkers)
         if self._on_gpu:
             findings.append(self._large_grid(binary, self._judging[0].case(chunk + 1)))
         return _conclude(findings, errors)
@@ -168,21 +169,8 @@ class Validator:
         lacking = self._offsets.reserve(binary.variant.out_dtype)
         if lacking:
             return so_far._replace(what=f"{FAR_OFFSETS} not checked: {lacking}")
-        trials = self._offsets.trials(binary, self._capacity)
-        return _conclude([_Finding(WRONG_RESULT, f"{FAR_OFFSETS} ({name})", wrong) for name, wrong in trials], errors)
-
-    def _trials(self, chunk: int) -> Iterator[tuple[Case, int]]:
-        """Calls to launch on, and how often."""
-        lengths = (2 * chunk + 1, chunk + 1, chunk, chunk - 1, 1)
-        if self._on_gpu:
-            for seq_len in lengths:
-                yield self._judging[0].case(seq_len), LAUNCHES
-            return
-        # The interpreter takes tens of milliseconds a program, and runs one at a time: all heads once, then one head.
-        for inputs in self._judging:
-            yield inputs.case(lengths[0]), 1
-        for seq_len in lengths[1:]:
-            yield self._judging[0].case(seq_len, kv_heads=1), 2 if seq_len == chunk else 1
+        shown = self._offsets.trials(binary, self._capacity)
+        return _conclude([_Finding(WRONG_RESULT, f"{FAR_OFFSETS} ({name})", wrong) for name, wrong in shown], errors)
 
     def check_length(self, binary: Binary, seq_len: int) -> Verdict:
         """One comparison at the length of a bucket. The interpreter, which would take minutes, skips it."""
@@ -190,7 +178,7 @@ class Validator:
             return Verdict(CORRECT)
         findings: list[_Finding] = []
         errors: list[torch.Tensor] = []
-        self._launch_and_judge(binary, self._prepare_length(seq_len).case(seq_len), findings, errors, launches=1)
+        self._launch_and_judge(binary, self._prepare_length(seq_len).case(seq_len), findings, errors, (AS_CALLED,))
         return _conclude(findings, errors)
 
     def _launch_and_judge(
@@ -199,23 +187,22 @@ class Validator:
         case: Case,
         findings: list[_Finding],
         errors: list[torch.Tensor],
-        launches: int,
+        walkers: tuple[int, ...],
     ) -> None:
         """Launch on one length; odd lengths get a tail, and positions two elements apart."""
         seq_len, filled = case.seq_len, binary.variant.fill
-        tail = 3 * (seq_len % 2)
+        tail = self._tail(binary, seq_len)
         shape = (*case.expected.shape[:-1], seq_len + tail)
         out = _Output(shape, binary.variant.out_dtype, self.device, step=1 + seq_len % 2)
+        sizes = geometry(case.tensors, out.view, "NHD", fill_tail=filled)
         where = f"seq_len {seq_len}"
         first: torch.Tensor | None = None
-        for turn in range(launches):
+        for count in walkers:
             out.refill()
-            sizes = geometry(case.tensors, out.view, "NHD", fill_tail=filled)
-            # Where lengths differ, programs go through more than one chunk only if there are many of them, or few.
-            few = (turn + seq_len) % 2
-            binary.launch(case.tensors, out.view, SCALE, FILL, sizes, *([1] if few else []))
+            most = RAGGED_PROGRAMS if count == AS_CALLED else count * binary.programs(sizes, 1)
+            binary.launch(case.tensors, out.view, SCALE, FILL, sizes, most)
             if first is None:
-                first = out.flat.clone() if launches > 1 else out.flat
+                first = out.flat.clone() if len(walkers) > 1 else out.flat
             else:
                 findings.append(_Finding(NOT_DETERMINISTIC, where, (bits(first) != bits(out.flat)).any()))
         wrong, error = self._compare(out.view[..., :seq_len], case)
@@ -230,6 +217,13 @@ class Validator:
         findings.append(_Finding(OUT_OF_BOUNDS, where, out.touched_outside()))
         findings.append(_Finding(INPUT_CHANGED, where, case.changed()))
 
+    @staticmethod
+    def _tail(binary: Binary, seq_len: int) -> int:
+        """Positions of an output beyond the last key. Where only filling is left, two programs get a block each."""
+        if seq_len == 1 and binary.variant.ragged:
+            return binary.config.CHUNK_SIZE + int(FILL_SIZE.value) + 3
+        return 3 * (seq_len % 2)
+
     def _compare(self, got: torch.Tensor, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
         """Whether a result differs by more than its bound; the largest error in units of the bound."""
         expected, hidden = case.expected, case.magnitude < 0
@@ -240,11 +234,11 @@ class Validator:
         if got.dtype != torch.float32:
             info = torch.finfo(got.dtype)
             allowed = bound + (expected.abs() + bound) * (info.eps / 2) + info.smallest_normal * info.eps / 2
-        exact = got == expected.to(got.dtype)
+        exact = (got == expected.to(got.dtype)) | (got.isnan() & expected.isnan())
         if not self.variant.fill:  # whether they were touched is another question
             exact |= hidden
-        # Written so that a NaN fails.
-        right = exact | ((error <= allowed) & ~(case.exact | hidden))
+        # Written so that a NaN fails, and what is not finite must be equal.
+        right = exact | ((error <= allowed) & (allowed < math.inf) & ~(case.exact | hidden))
         return ~right.all(), torch.where(exact, 0.0, error / allowed).amax()
 
     def _large_grid(self, binary: Binary, case: Case) -> _Finding:

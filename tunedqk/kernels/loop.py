@@ -41,7 +41,8 @@ def qk_score_loop_kernel(
 
     end = seq_len + 0 * element
     if seq_lens_ptr is not None:
-        end = tl.minimum(end, tl.load(seq_lens_ptr + batch * stride_lb + query * stride_li, mask=inside, other=0))
+        length = tl.load(seq_lens_ptr + batch * stride_lb + query * stride_li, mask=inside, other=0)
+        end = tl.minimum(end, tl.maximum(length, 0))
     end -= causal * (q_len - 1 - query)
     seen = inside & (pos < end)
     if seq_starts_ptr is not None:

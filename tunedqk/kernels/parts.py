@@ -130,7 +130,8 @@ def ends_of(lengths, queries, form):
     if form.SEVERAL:
         ends += queries * 0
     if lengths.base is not None:
-        ends = tl.minimum(tl.load(lengths.base + queries * lengths.stride_i).to(tl.int64), ends)
+        given = tl.load(lengths.base + queries * lengths.stride_i).to(tl.int64)
+        ends = tl.minimum(tl.maximum(given, 0), ends)
     if form.CAUSAL:
         ends -= lengths.q_len - 1 - queries
     return ends

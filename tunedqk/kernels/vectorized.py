@@ -159,10 +159,10 @@ def _score_request(query, keys, k_scales, scale, head_scale, lengths, out, index
             end = tl.max(ends, axis=0)
         # Only chunks in which some query sees something are scored.
         index = index.to(tl.int32)
-        chunks = ((out_len + form.CHUNK_SIZE - 1) // form.CHUNK_SIZE).to(tl.int32)
-        first = tl.minimum((tl.maximum(begin, 0) // form.CHUNK_SIZE).to(tl.int32), chunks)
-        last = tl.minimum(((tl.maximum(end, 0) + form.CHUNK_SIZE - 1) // form.CHUNK_SIZE).to(tl.int32), chunks)
-        last = tl.maximum(last, first)
+        chunks = (out_len + form.CHUNK_SIZE - 1) // form.CHUNK_SIZE
+        first = tl.minimum(begin // form.CHUNK_SIZE, chunks).to(tl.int32)
+        last = tl.minimum((end + form.CHUNK_SIZE - 1) // form.CHUNK_SIZE, chunks).to(tl.int32)
+        last = tl.maximum(last, first)  # end may be negative, too
         scored = first + index
         while scored < last:
             _score_chunk(
@@ -203,7 +203,7 @@ def qk_score_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     DOT_DTYPE: tl.constexpr, ALIGNED: tl.constexpr, ROUND_BY_HAND: tl.constexpr, SEVERAL: tl.constexpr,
     RAGGED: tl.constexpr, CAUSAL: tl.constexpr, FILL: tl.constexpr, PAGE_SIZE: tl.constexpr, K_SCALE: tl.constexpr,
-    PAIRS: tl.constexpr,    CHUNK_SIZE: tl.constexpr, TILE_SIZE: tl.constexpr, STAGES: tl.constexpr,
+    PAIRS: tl.constexpr, CHUNK_SIZE: tl.constexpr, TILE_SIZE: tl.constexpr, STAGES: tl.constexpr,
     LOAD_HINT: tl.constexpr, STORE_HINT: tl.constexpr,
 ):  # fmt: skip
     """Scores of one chunk, or of several. `variant.py` says what each argument is, `launch.py` how large the grid."""
@@ -230,7 +230,7 @@ def qk_score_kernel(
     if lens is not None:
         lens += b * stride_lb
     if seq_starts_ptr is not None:
-        begin = tl.load(seq_starts_ptr + b * stride_sb).to(tl.int64)
+        begin = tl.maximum(tl.load(seq_starts_ptr + b * stride_sb).to(tl.int64), 0)
     head_scale, k_scales = None, None
     if K_SCALE == SCALE_BY_HEAD:
         head_scale = tl.load(k_scale_ptr + kv_head * stride_ch)
