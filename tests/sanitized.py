@@ -86,7 +86,7 @@ def main(faulty):
                 view = out[..., :length]
                 sizes = geometry(tensors, view, "NHD", fill_tail=variant.fill)
                 assert strides_aligned(sizes, variant.dtype, variant.k_dtype) or not variant.aligned
-                binary.launch(tensors, view, 1.0, 0.0, sizes)
+                binary.launch(tensors, view, 1.0, 0.0, binary.grid(sizes))
             torch.cuda.synchronize()
     print("launched")
 

@@ -223,6 +223,7 @@ def test_a_changed_input_is_the_verdict_although_results_differ_too(device):
 
     verdict = shared_validator(device, variant_of()).check(Overwriting(device, variant_of(), no_spoil))
     assert verdict.verdict == validate.INPUT_CHANGED
+    assert check_spoiled(device, no_spoil).correct  # which is judged on other inputs
 
 
 # --- The bound ---

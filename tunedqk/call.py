@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from tunedqk.variant import ALIGNMENT, Geometry, Variant, geometry, strides_alig
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
+    from tunedqk.launch import Binary, Grid
     from tunedqk.tensors import Tensors
 
 # Each step of a decode loop is another seq_len; what is older than this many is not asked for again.
@@ -22,8 +24,13 @@ MAX_CALLS = 1024
 _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 
-class Slot(NamedTuple):
-    """What calls must share to launch the same binary. device: its index, -1 for the CPU."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Slot:
+    """What calls must share to launch the same binary. device: its index, -1 for the CPU.
+
+    Made by `slot_of`, so that equal ones are the same: a call finds its binary by it, and hashing a variant would cost
+    each call half a microsecond.
+    """
 
     device: int
     variant: Variant
@@ -36,12 +43,21 @@ class Slot(NamedTuple):
         return torch.device("cpu") if self.device < 0 or interpreting() else torch.device("cuda", self.device)
 
 
+_slots: dict[Hashable, Slot] = {}
+
+
+def slot_of(device: int, variant: Variant, length: int, config: KernelConfig | None) -> Slot:
+    """The one slot of these."""
+    fields = (device, variant, length, config)
+    return _slots.setdefault(fields, Slot(*fields))
+
+
 class Call(NamedTuple):
     """A call whose arguments were checked.
 
     slots: by whether the addresses are aligned; extents: bytes of out, and place and bytes of each tensor that has any;
     by_operator: whether torch has to see an operator, since a gradient is wanted, or a tensor is of a kind that has its
-    own ways with operators.
+    own ways with operators; grids: of the binaries that were launched.
     """
 
     sizes: Sizes
@@ -53,6 +69,7 @@ class Call(NamedTuple):
     slots: tuple[Slot, Slot]
     extents: tuple[int, tuple[tuple[int, int], ...]]
     by_operator: bool
+    grids: dict[Binary, Grid]
 
     def slot(self, tensors: Tensors) -> Slot:
         """The slot for these tensors' addresses."""
@@ -74,7 +91,8 @@ _calls: dict[Hashable, Call] = {}
 
 
 def _traits(x: torch.Tensor) -> tuple[Hashable, ...]:
-    return x.shape, x.stride(), x.dtype, x.device, x.is_neg()
+    # Also its type: DTensors, fake tensors, and what only looks like a tensor, may share all else with one.
+    return x.shape, x.stride(), x.dtype, x.device, x.is_neg(), type(x)
 
 
 def call_of(
@@ -94,24 +112,24 @@ def call_of(
         needs_grad = torch.is_grad_enabled() and (
             q.requires_grad or k.requires_grad or (out is not None and out.requires_grad)
         )
-        traits = (
-            *_traits(q), *_traits(k), None if out is None else _traits(out),
-            layout, causal, fill is None, out_dtype, config, needs_grad,
-            # DTensors, fake tensors, and what only looks like a tensor, may have all traits of one.
-            type(q), type(k), type(out),
+        traits: tuple[Hashable, ...] = (
+            # _traits(q), _traits(k), written out: that is half a microsecond less.
+            q.shape, q.stride(), q.dtype, q.device, q.is_neg(), type(q),
+            k.shape, k.stride(), k.dtype, k.device, k.is_neg(), type(k),
+            None if out is None else _traits(out), layout, causal, fill is None, out_dtype, config, needs_grad,
         )  # fmt: skip
         if others:
-            traits += tuple(x if x is None else (*_traits(x), x.requires_grad, type(x)) for x in others)
+            traits += tuple(x if x is None else (*_traits(x), x.requires_grad) for x in others)
         known = _calls.get(traits)
     except (AttributeError, TypeError, RuntimeError):  # no or odd tensors, or what does not hash: the checks say it
-        traits, known, needs_grad = None, None, False
+        traits, known, needs_grad = (), None, False
     if known is not None:
         return known
     sizes = check(tensors, layout, causal=causal, out=out, out_dtype=out_dtype)
     check_config(config)
     by_operator = needs_grad or not {type(x) for x in (*tensors, out)} <= _PLAIN
     call = _work_out(tensors, layout, causal, fill, out, sizes, config, by_operator=by_operator)
-    if traits is not None:
+    if traits:
         if len(_calls) >= MAX_CALLS:
             _calls.clear()
         _calls[traits] = call
@@ -136,7 +154,7 @@ def _work_out(
     index = (q.device.index or 0) if q.is_cuda else -1
     fits = strides_aligned(places, q.dtype, k.dtype)
     unaligned, aligned = (
-        Slot(index, variant, bucket(places.seq_len), config)
+        slot_of(index, variant, bucket(places.seq_len), config)
         for variant in (
             variant_of(tensors, sizes, causal=causal, fill=fill is not None, aligned=addresses and fits)
             for addresses in (False, True)
@@ -154,6 +172,7 @@ def _work_out(
         (unaligned, aligned),
         extents,
         by_operator,
+        {},
     )
 
 

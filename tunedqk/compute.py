@@ -9,7 +9,6 @@ import torch
 from tunedqk import dense, ready
 from tunedqk.arguments import Sizes, check_programs
 from tunedqk.device import interpreting
-from tunedqk.launch import MAX_PROGRAMS
 
 if TYPE_CHECKING:
     from tunedqk.call import Call
@@ -45,13 +44,16 @@ def _by_kernel(tensors: Tensors, out: torch.Tensor, scale: float, fill: float | 
     binary = ready.binaries.get(slot)
     if binary is None:
         binary = ready.make_ready(slot, call.geometry.seq_len)
-    if call.elements > MAX_PROGRAMS:
-        check_programs(binary.programs(call.geometry))
-    if slot.device >= 0 and slot.device != torch.cuda.current_device():
+    grid = call.grids.get(binary)
+    if grid is None:
+        grid = binary.grid(call.geometry)
+        check_programs(grid.programs)
+        call.grids[binary] = grid
+    if slot.device >= 0 and slot.device != torch._C._cuda_getDevice():  # noqa: SLF001  the public way checks for CUDA
         with torch.cuda.device(slot.device):
-            binary.launch(tensors, out, scale, fill or 0.0, call.geometry)
+            binary.launch(tensors, out, scale, fill or 0.0, grid)
     else:
-        binary.launch(tensors, out, scale, fill or 0.0, call.geometry)
+        binary.launch(tensors, out, scale, fill or 0.0, grid)
 
 
 def _by_torch(tensors: Tensors, out: torch.Tensor, scale: float, fill: float | None, layout: str, call: Call) -> None:

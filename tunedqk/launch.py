@@ -7,7 +7,7 @@ import functools
 import hashlib
 import os
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -51,6 +51,13 @@ def _programs(sizes: Geometry, group: int, rows: int, chunk_size: int, most: int
     return requests * chunks
 
 
+class Grid(NamedTuple):
+    """Programs of a launch, 0 where there is nothing to write, and what they get besides tensors, scale and fill."""
+
+    programs: int
+    arguments: tuple[Any, ...]
+
+
 class Binary:
     """The kernel for one variant and config, ready to launch. `hash` names it: what a receipt speaks of."""
 
@@ -63,18 +70,12 @@ class Binary:
         self._shape = (variant.group, variant.blocking.ROWS, config.CHUNK_SIZE)
         self._ragged = variant.ragged
 
-    def programs(self, sizes: Geometry, most: int = RAGGED_PROGRAMS) -> int:
-        """Programs of a launch; 0 when there is nothing to write. most: about so many, where lengths differ."""
-        return _programs(sizes, *self._shape, most if self._ragged else 0)
+    def grid(self, sizes: Geometry, most: int = RAGGED_PROGRAMS) -> Grid:
+        """For launches on tensors of such sizes. most: about so many programs, where lengths differ."""
+        return Grid(_programs(sizes, *self._shape, most if self._ragged else 0), (*sizes, *self.constexprs))
 
-    def launch(
-        self, tensors: Tensors, out: torch.Tensor, scale: float, fill: float, sizes: Geometry,
-        most: int = RAGGED_PROGRAMS,
-    ) -> None:  # fmt: skip
-        """Launch on the current stream of the current device; the caller checked shapes, dtypes and alignment.
-
-        most: as for programs.
-        """
+    def launch(self, tensors: Tensors, out: torch.Tensor, scale: float, fill: float, grid: Grid) -> None:
+        """Launch on the current stream of the current device; the caller checked shapes, dtypes and alignment."""
         raise NotImplementedError
 
 
@@ -90,23 +91,20 @@ class CompiledBinary(Binary):
         self._run, self._fixed = _launcher(self.kernel)
         unload_after(self.kernel)
 
-    def launch(
-        self, tensors: Tensors, out: torch.Tensor, scale: float, fill: float, sizes: Geometry,
-        most: int = RAGGED_PROGRAMS,
-    ) -> None:  # fmt: skip
+    def launch(self, tensors: Tensors, out: torch.Tensor, scale: float, fill: float, grid: Grid) -> None:
         """See Binary.launch."""
-        programs = self.programs(sizes, most)
+        programs, arguments = grid
         if not programs:
             return
         q, k, seq_lens, seq_starts, table, k_scale = tensors
-        stream = torch._C._cuda_getCurrentRawStream(q.device.index)  # noqa: SLF001  the public way makes an object
+        stream = torch._C._cuda_getCurrentRawStream(q.get_device())  # noqa: SLF001  the public way makes an object
         hooks = knobs.runtime
         self._run(
             programs, 1, 1, stream, *self._fixed, hooks.launch_enter_hook, hooks.launch_exit_hook,
             q.data_ptr(), k.data_ptr(), out.data_ptr(),
             None if seq_lens is None else seq_lens.data_ptr(), None if seq_starts is None else seq_starts.data_ptr(),
             None if table is None else table.data_ptr(), None if k_scale is None else k_scale.data_ptr(),
-            scale, fill, *sizes, *self.constexprs,
+            scale, fill, *arguments,
         )  # fmt: skip
 
 
@@ -137,16 +135,15 @@ class InterpretedBinary(Binary):
         program = (variant, config.CHUNK_SIZE, config.TILE_SIZE)
         self.hash = hashlib.sha256(f"{source_hash()} {program}".encode()).hexdigest()
 
-    def launch(
-        self, tensors: Tensors, out: torch.Tensor, scale: float, fill: float, sizes: Geometry,
-        most: int = RAGGED_PROGRAMS,
-    ) -> None:  # fmt: skip
+    def launch(self, tensors: Tensors, out: torch.Tensor, scale: float, fill: float, grid: Grid) -> None:
         """See Binary.launch."""
-        programs = self.programs(sizes, most)
+        programs, arguments = grid
         if programs:
+            import numpy as np  # which only the interpreter needs
+
             q, k, *others = tensors
-            with INTERPRETER_LOCK:
-                qk_score_kernel[(programs,)](q, k, out, *others, scale, fill, *sizes, *self.constexprs)
+            with INTERPRETER_LOCK, np.errstate(all="ignore"):  # a GPU does not warn of NaN and Inf either
+                qk_score_kernel[(programs,)](q, k, out, *others, scale, fill, *arguments)
 
 
 @functools.cache

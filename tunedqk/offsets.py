@@ -215,6 +215,7 @@ class OffsetCheck:
 def _launch(binary: Binary, tensors: Tensors, out: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Whether the result differs anywhere. It is exact, and NaN only where a position is hidden and not filled."""
     out.fill_(torch.nan)
-    binary.launch(tensors, out, SCALE, 0.0, geometry(tensors, out, "NHD", fill_tail=binary.variant.fill))
+    sizes = geometry(tensors, out, "NHD", fill_tail=binary.variant.fill)
+    binary.launch(tensors, out, SCALE, 0.0, binary.grid(sizes))
     expected = expected.to(out.dtype)
     return ((out.contiguous() != expected) & ~(expected.isnan() & out.isnan())).any()

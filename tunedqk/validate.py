@@ -16,7 +16,7 @@ import torch
 
 from tunedqk.arrangement import bits
 from tunedqk.config import KernelConfig
-from tunedqk.inputs import AS_CALLED, FILL, SCALE, Case, Inputs, judging_inputs, long_inputs, longest, trials
+from tunedqk.inputs import AS_CALLED, FILL, SCALE, Case, Inputs, Trial, judging_inputs, long_inputs, longest, trials
 from tunedqk.kernels.parts import FILL_SIZE
 from tunedqk.launch import RAGGED_PROGRAMS, Binary
 from tunedqk.offsets import OffsetCheck
@@ -109,7 +109,8 @@ class Validator:
         self._on_gpu = device.type == "cuda"
         self._capacity = 0
         self._judging: list[Inputs] = []
-        self._long: Inputs | None = None
+        self._trials: dict[int, list[Trial]] = {}  # by chunk
+        self._long: Case | None = None
         self._offsets = OffsetCheck(device, variant)
 
     def close(self) -> None:
@@ -136,17 +137,26 @@ class Validator:
         if not self._judging or self._judging[0].seq_len < longest(self.variant, chunk):
             most = longest(self.variant, max(chunk, self._capacity))
             self._judging = judging_inputs(self.device, self.variant, most)
+        if chunk not in self._trials:
+            self._trials[chunk] = list(trials(self._judging, chunk))
 
-    def _prepare_length(self, seq_len: int) -> Inputs:
+    def _prepare_length(self, seq_len: int) -> Case:
         if self._long is None or self._long.seq_len != seq_len:
             self._long = None  # before the next one is made: they can be large
-            self._long = long_inputs(self.device, self.variant, seq_len)
+            self._long = long_inputs(self.device, self.variant, seq_len).case(seq_len)
         return self._long
+
+    def _forget_what_was_spoiled(self, verdict: Verdict) -> None:
+        """What a wrong binary has written to, no other is judged on."""
+        if not verdict.correct:
+            self._trials.clear()
+            self._long = None
 
     def check(self, binary: Binary) -> Verdict:
         """The whole list. A correct verdict's `what` names what was left out."""
         errors: list[torch.Tensor] = []
         verdict = self._check_around(binary, errors)
+        self._forget_what_was_spoiled(verdict)
         if not (self._on_gpu and verdict.correct):
             return verdict
         # After that wait, for what follows is safe only where masks hold: with strides of gigabytes, one position too
@@ -158,10 +168,10 @@ class Validator:
         chunk = binary.config.CHUNK_SIZE
         self._prepare_chunks(chunk)
         findings: list[_Finding] = []
-        for case, walkers in trials(self._judging, chunk):
+        for case, walkers in self._trials[chunk]:
             self._launch_and_judge(binary, case, findings, errors, walkers)
         if self._on_gpu:
-            findings.append(self._large_grid(binary, self._judging[0].case(chunk + 1)))
+            findings.append(self._large_grid(binary, self._trials[chunk][1].case))
         return _conclude(findings, errors)
 
     def _check_offsets(self, binary: Binary, so_far: Verdict, errors: list[torch.Tensor]) -> Verdict:
@@ -178,8 +188,10 @@ class Validator:
             return Verdict(CORRECT)
         findings: list[_Finding] = []
         errors: list[torch.Tensor] = []
-        self._launch_and_judge(binary, self._prepare_length(seq_len).case(seq_len), findings, errors, (AS_CALLED,))
-        return _conclude(findings, errors)
+        self._launch_and_judge(binary, self._prepare_length(seq_len), findings, errors, (AS_CALLED,))
+        verdict = _conclude(findings, errors)
+        self._forget_what_was_spoiled(verdict)
+        return verdict
 
     def _launch_and_judge(
         self,
@@ -199,8 +211,8 @@ class Validator:
         first: torch.Tensor | None = None
         for count in walkers:
             out.refill()
-            most = RAGGED_PROGRAMS if count == AS_CALLED else count * binary.programs(sizes, 1)
-            binary.launch(case.tensors, out.view, SCALE, FILL, sizes, most)
+            most = RAGGED_PROGRAMS if count == AS_CALLED else count * binary.grid(sizes, 1).programs
+            binary.launch(case.tensors, out.view, SCALE, FILL, binary.grid(sizes, most))
             if first is None:
                 first = out.flat.clone() if len(walkers) > 1 else out.flat
             else:
@@ -248,8 +260,9 @@ class Validator:
             tensors = case.tensors.repeated(batch)
             out = _Output((batch, *case.expected.shape[1:]), binary.variant.out_dtype, self.device)
             sizes = geometry(tensors, out.view, "NHD", fill_tail=binary.variant.fill)
-            binary.launch(tensors, out.view, SCALE, FILL, sizes)
-            return out, binary.programs(sizes)
+            grid = binary.grid(sizes)
+            binary.launch(tensors, out.view, SCALE, FILL, grid)
+            return out, grid.programs
 
         expected, programs = launch(1)
         held = RESIDENT_PROGRAMS * torch.cuda.get_device_properties(self.device).multi_processor_count

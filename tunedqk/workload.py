@@ -60,8 +60,8 @@ class TimedShape(NamedTuple):
         """One launch of the binary per set."""
 
         def launch(tensors: Tensors, out: torch.Tensor) -> Callable[[], None]:
-            sizes = geometry(tensors, out, "NHD", fill_tail=True)
-            return lambda: binary.launch(tensors, out, 1.0, 0.0, sizes)
+            grid = binary.grid(geometry(tensors, out, "NHD", fill_tail=True))
+            return lambda: binary.launch(tensors, out, 1.0, 0.0, grid)
 
         return [launch(*arguments) for arguments in zip(self.tensors, self.out, strict=True)]
 
