@@ -122,7 +122,7 @@ def main():
     dist.barrier()  # one that leaves while another still talks to it takes that one down
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # after Python has ended, torch 2.13's own threads abort one process in some twenty
+    os._exit(0)  # after Python has ended, torch 2.13's own threads abort now and then
 
 
 if __name__ == "__main__":

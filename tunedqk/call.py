@@ -28,8 +28,8 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 class Slot:
     """What calls must share to launch the same binary. device: its index, -1 for the CPU.
 
-    Made by `slot_of`, so that equal ones are the same: a call finds its binary by it, and hashing a variant would cost
-    each call half a microsecond.
+    Made by `slot_of`, so that equal ones are the same: each call finds its binary by its slot, and need not hash a
+    variant for that.
     """
 
     device: int
@@ -113,7 +113,7 @@ def call_of(
             q.requires_grad or k.requires_grad or (out is not None and out.requires_grad)
         )
         traits: tuple[Hashable, ...] = (
-            # _traits(q), _traits(k), written out: that is half a microsecond less.
+            # _traits(q), _traits(k), written out: that is a third of a microsecond less.
             q.shape, q.stride(), q.dtype, q.device, q.is_neg(), type(q),
             k.shape, k.stride(), k.dtype, k.device, k.is_neg(), type(k),
             None if out is None else _traits(out), layout, causal, fill is None, out_dtype, config, needs_grad,
