@@ -434,7 +434,7 @@ MUTANTS = [
     _mutant("k_scale of the first chunk", "k_scales.base + start * k_scales.stride_l", "k_scales.base",
             variant=TOKEN_SCALES),
     _mutant("k_scale of the keys' block", "Cache(token_base, stride_cb,", "Cache(token_base, stride_kb,",
-            variant=PAGED_SCALES),
+            validate.NOT_DETERMINISTIC, variant=PAGED_SCALES, race=True),
     _mutant("e4m3 keys as e5m2", PRODUCT, PRODUCT.replace("keys.", "keys.to(tl.float8e5, bitcast=True)."),
             variant=TOKEN_SCALES),
     _mutant("e4m3 keys as integers", DOT, DOT.replace("tile_keys,", "tile_keys.to(tl.int8, bitcast=True),"),

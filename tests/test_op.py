@@ -312,12 +312,12 @@ def test_torch_finds_no_fault_with_the_operators(device, needs_grad):
     if needs_grad:
         q, k = leaves(q, k)
     torch.library.opcheck(
-        torch.ops.tunedqk.qk_score.default, (0, q, k, None, None, None, None, 0.5, "NHD", None, FP16, None)
+        torch.ops.tunedqk.qk_score.default, (q, 0, k, None, None, None, None, 0.5, "NHD", None, FP16, None)
     )
     if not needs_grad:
         out = torch.zeros(2, 4, 40, device=device)
         torch.library.opcheck(
-            torch.ops.tunedqk.qk_score_out.default, (0, q, k, None, None, None, None, out, 0.5, "NHD", None, None, None)
+            torch.ops.tunedqk.qk_score_out.default, (q, 0, k, None, None, None, None, out, 0.5, "NHD", None, None, None)
         )
 
 

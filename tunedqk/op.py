@@ -19,8 +19,8 @@ NO_HINT = "-"
 
 @torch.library.custom_op("tunedqk::qk_score", mutates_args=())
 def _score(
-    causal: int,
     q: torch.Tensor,
+    causal: int,
     k: torch.Tensor,
     seq_lens: torch.Tensor | None,
     seq_starts: torch.Tensor | None,
@@ -34,8 +34,9 @@ def _score(
 ) -> torch.Tensor:
     """A new tensor of scores. config: as `_encoded`.
 
-    causal is an int, and the first: DTensor remembers placements by what follows the first int, and only by the tensors
-    before it, among which one that is not there leaves no trace.
+    causal is an int, and lies before all that may be None: DTensor remembers placements by what follows the first int,
+    and only by the tensors before it, among which one that is not there leaves no trace. q is the first, since
+    torch 2.11 looks there for the mesh.
     """
     tensors = Tensors(q, k, seq_lens, seq_starts, block_table, k_scale)
     with torch.no_grad():
@@ -45,8 +46,8 @@ def _score(
 
 @torch.library.custom_op("tunedqk::qk_score_out", mutates_args=("out",))
 def _score_out(
-    causal: int,
     q: torch.Tensor,
+    causal: int,
     k: torch.Tensor,
     seq_lens: torch.Tensor | None,
     seq_starts: torch.Tensor | None,
@@ -68,16 +69,16 @@ def _score_out(
 
 @_score.register_fake
 def _(*arguments: Any) -> torch.Tensor:
-    causal, *tensors, _, layout, _, out_dtype, _ = arguments
-    sizes = check(Tensors(*tensors), layout, causal=bool(causal), out=None, out_dtype=out_dtype)
-    q: torch.Tensor = tensors[0]
-    return q.new_empty(sizes.out_shape, dtype=sizes.out_dtype)
+    q, causal, *tensors, _, layout, _, out_dtype, _ = arguments
+    sizes = check(Tensors(q, *tensors), layout, causal=bool(causal), out=None, out_dtype=out_dtype)
+    empty: torch.Tensor = q.new_empty(sizes.out_shape, dtype=sizes.out_dtype)
+    return empty
 
 
 @_score_out.register_fake
 def _(*arguments: Any) -> None:
-    causal, *tensors, out, _, layout, _, out_dtype, _ = arguments
-    check(Tensors(*tensors), layout, causal=bool(causal), out=out, out_dtype=out_dtype)
+    q, causal, *tensors, out, _, layout, _, out_dtype, _ = arguments
+    check(Tensors(q, *tensors), layout, causal=bool(causal), out=out, out_dtype=out_dtype)
 
 
 def _encoded(config: KernelConfig | None) -> str | None:
@@ -101,9 +102,9 @@ def _decoded(config: str | None) -> KernelConfig | None:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
-    causal, *tensors, ctx.scale, ctx.layout, _, _, _ = inputs
+    q, causal, *tensors, ctx.scale, ctx.layout, _, _, _ = inputs
     ctx.causal = bool(causal)
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(q, *tensors)
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -123,7 +124,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     k_scale = dense.scales(tensors, sizes, seen, seq_len)
     factors = None if k_scale is None else k_scale.to(dtype).expand(sizes.batch, seq_len, sizes.kv_heads)[..., None]
     grad_q = grad_k = None
-    if ctx.needs_input_grad[1]:
+    if ctx.needs_input_grad[0]:
         keys = dense.keys(tensors, sizes, layout, seen, seq_len).to(dtype)
         keys = keys if factors is None else keys * factors
         if seen is not None:  # what is hidden may be NaN, and 0 * NaN would be one too
@@ -133,7 +134,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_k = (grad.transpose(2, 3) @ _rows(q.to(dtype), layout, sizes)).transpose(1, 2)
         grad_k = dense.to_pool(grad_k, tensors, sizes, seen).to(k.dtype)
         grad_k = grad_k if layout == "NHD" else grad_k.transpose(1, 2)
-    return None, grad_q, grad_k, *[None] * (len(ctx.needs_input_grad) - 3)
+    return grad_q, None, grad_k, *[None] * (len(ctx.needs_input_grad) - 3)
 
 
 def _rows(x: torch.Tensor, layout: str, sizes: Sizes) -> torch.Tensor:
@@ -168,10 +169,11 @@ def apply(
 ) -> torch.Tensor:
     """The call by an operator; torch.compile can follow this."""
     sharded = ensure_rule()
+    q, *others = tensors
     if out is None:
-        scores: torch.Tensor = _score(int(causal), *tensors, scale, layout, fill, out_dtype, _encoded(config))
+        scores: torch.Tensor = _score(q, int(causal), *others, scale, layout, fill, out_dtype, _encoded(config))
         return scores
     if sharded and is_distributed(*tensors.given.values(), out):
         raise TypeError("out: expected None where a tensor of the call is a DTensor, got a tensor")
-    _score_out(int(causal), *tensors, out, scale, layout, fill, out_dtype, _encoded(config))
+    _score_out(q, int(causal), *others, out, scale, layout, fill, out_dtype, _encoded(config))
     return out

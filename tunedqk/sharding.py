@@ -49,8 +49,8 @@ def _register() -> None:
     @register_sharding(torch.ops.tunedqk.qk_score.default)  # type: ignore[untyped-decorator]
     def rule(*arguments: Any) -> Ways:
         """How a call's tensors may lie on one dimension of the mesh; DTensor takes what moves the fewest bytes."""
-        causal, *given, _, layout, _, _, _ = arguments
-        tensors = Tensors(*given)
+        q, causal, *others, _, layout, _, _, _ = arguments
+        tensors = Tensors(q, *others)
         kv_heads = tensors.k.shape[2 if layout == "NHD" else 1]
         ways = [_replicated(tensors), _by_batch(tensors)]
         if kv_heads == 1 or _splits_evenly(kv_heads, tensors.k.mesh):  # type: ignore[attr-defined]
@@ -58,7 +58,8 @@ def _register() -> None:
         # Where lengths, or the last query's position, tell what is hidden, a part of the positions would not know.
         if not causal and tensors.seq_lens is tensors.seq_starts is None:
             ways.append(_by_positions(tensors, layout))
-        return [(scores, [None, *placed, *[None] * (len(arguments) - len(placed) - 1)]) for scores, placed in ways]
+        rest = [None] * (len(arguments) - len(tensors) - 1)
+        return [(scores, [placed[0], None, *placed[1:], *rest]) for scores, placed in ways]
 
 
 def _placed(tensors: Tensors, dims: dict[str, int | None]) -> list[Placement | None]:
