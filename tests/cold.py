@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import logging
@@ -28,6 +29,7 @@ from tunedqk.score import qk_score
 
 CONFIGS = [KernelConfig(chunk, chunk, num_warps=4) for chunk in (128, 256)]
 CANDIDATES = tune.candidates
+LIBC = ctypes.CDLL(None)
 PATIENCE = 120.0  # seconds after which a process counts as hung
 
 
@@ -228,8 +230,10 @@ def fork_while_tuning(device, environment, seq_len):
 
 
 def _resident():
-    """MiB of memory that this process holds."""
+    """MiB of memory that this process holds, less what its allocator keeps of what was freed: that comes and goes."""
     gc.collect()
+    if hasattr(LIBC, "malloc_trim"):  # glibc's
+        LIBC.malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
