@@ -14,7 +14,7 @@ from reference import assert_scores, make_inputs
 
 from tunedqk import db, launch, ready, resolve, tune
 from tunedqk import device as device_module
-from tunedqk.call import Slot, slot_of
+from tunedqk.call import Slot
 from tunedqk.config import KernelConfig, default_config, tuning_key
 from tunedqk.db import TuningDB
 from tunedqk.device import GpuIdentity, gpu_identity, identity_of, interpreting, toolchain
@@ -185,7 +185,7 @@ def test_slots_of_two_gpus_are_bound_by_their_own_resolvers(device, monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for index in (1, 0, 1):
         monkeypatch.setattr(tune, "candidates", lambda *_, index=index: [FEW[index]])
-        slot = slot_of(index, VARIANT, KEY.seq_len, None)
+        slot = Slot(index, VARIANT, KEY.seq_len, None)
         ready.make_ready(slot, 40)
     assert {slot.device: binary.config for slot, binary in ready.binaries.items()} == {0: FEW[0], 1: FEW[1]}
     for index, kind in kinds.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -24,13 +23,8 @@ MAX_CALLS = 1024
 _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Slot:
-    """What calls must share to launch the same binary. device: its index, -1 for the CPU.
-
-    Made by `slot_of`, so that equal ones are the same: each call finds its binary by its slot, and need not hash a
-    variant for that.
-    """
+class Slot(NamedTuple):
+    """What calls must share to launch the same binary. device: its index, -1 for the CPU."""
 
     device: int
     variant: Variant
@@ -41,15 +35,6 @@ class Slot:
     def place(self) -> torch.device:
         """Where its binary runs."""
         return torch.device("cpu") if self.device < 0 or interpreting() else torch.device("cuda", self.device)
-
-
-_slots: dict[Hashable, Slot] = {}
-
-
-def slot_of(device: int, variant: Variant, length: int, config: KernelConfig | None) -> Slot:
-    """The one slot of these."""
-    fields = (device, variant, length, config)
-    return _slots.setdefault(fields, Slot(*fields))
 
 
 class Call(NamedTuple):
@@ -154,7 +139,7 @@ def _work_out(
     index = (q.device.index or 0) if q.is_cuda else -1
     fits = strides_aligned(places, q.dtype, k.dtype)
     unaligned, aligned = (
-        slot_of(index, variant, bucket(places.seq_len), config)
+        Slot(index, variant, bucket(places.seq_len), config)
         for variant in (
             variant_of(tensors, sizes, causal=causal, fill=fill is not None, aligned=addresses and fits)
             for addresses in (False, True)

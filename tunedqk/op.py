@@ -71,8 +71,8 @@ def _score_out(
 def _(*arguments: Any) -> torch.Tensor:
     q, causal, *tensors, _, layout, _, out_dtype, _ = arguments
     sizes = check(Tensors(q, *tensors), layout, causal=bool(causal), out=None, out_dtype=out_dtype)
-    empty: torch.Tensor = q.new_empty(sizes.out_shape, dtype=sizes.out_dtype)
-    return empty
+    scores: torch.Tensor = q.new_empty(sizes.out_shape, dtype=sizes.out_dtype)
+    return scores
 
 
 @_score_out.register_fake

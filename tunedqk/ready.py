@@ -32,7 +32,7 @@ def make_ready(slot: Slot, seq_len: int) -> Binary:
 def _ready_for_capture(slot: Slot, seq_len: int) -> Binary:
     """During a capture nothing can be validated: any accepted binary of the variant does."""
     for other, binary in list(binaries.items()):  # other threads may add to it
-        if (other.device, other.variant) == (slot.device, slot.variant) and slot.config in (None, other.config):
+        if other[:2] == slot[:2] and slot.config in (None, other.config):
             return binary
     raise CaptureError(
         f"{slot.variant.key(seq_len)} ({slot.variant}): no accepted binary is ready, and a CUDA graph is being "

@@ -10,7 +10,7 @@ import torch
 
 from tunedqk import ready
 from tunedqk.arguments import check, check_number, check_quantised
-from tunedqk.call import Slot, call_of, slot_of, variant_of
+from tunedqk.call import Slot, call_of, variant_of
 from tunedqk.config import (
     MAX_HEAD_DIM,
     MAX_PAGE_SIZE,
@@ -183,7 +183,7 @@ def warmup(
     slots = []
     length = MIN_BUCKET
     while length <= bucket(max_seq_len):
-        slots.append(slot_of(index, variant, length, None))
+        slots.append(Slot(index, variant, length, None))
         length *= 2
     if index >= 0 or interpreting():
         for slot in slots:
