@@ -31,18 +31,18 @@ from rich.console import Console
 from rich.table import Table
 
 from tunedqk.accept import Door
-from tunedqk.config import TuningKey, tuning_key
+from tunedqk.config import BATCH, TuningKey, tuning_key
 from tunedqk.db import TuningDB
 from tunedqk.device import gpu_identity, toolchain
-from tunedqk.floor import read_floor_us, read_write_floor_us
+from tunedqk.floor import compare_with_floors
 from tunedqk.kernels.vectorized import qk_score_kernel
 from tunedqk.launch import programs
 from tunedqk.score import qk_score
 from tunedqk.tensors import TORCH_DTYPES
-from tunedqk.timing import Replay, interleave, summarise
+from tunedqk.timing import Replay, summarise
 from tunedqk.tune import candidates, tune, tuned_variant
 from tunedqk.variant import Variant, geometry, shape_constexprs, triton_config
-from tunedqk.workload import Workload
+from tunedqk.workload import BATCHES, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,7 +72,7 @@ SHAPES = (
     ("bfloat16", 128, 4, 1, 32768),
 )
 ROUNDS = 9
-TUNED_KEY = tuning_key(4096, 128, "bfloat16", 1)
+TUNED_KEY = tuning_key(4096, 128, "bfloat16", 1, sequences=BATCH)
 HOST_CALLS = 2000
 
 
@@ -81,7 +81,7 @@ def measure_shape(dtype: str, head_dim: int, rows: int, batch: int, seq_len: int
     device = torch.device("cuda", torch.cuda.current_device())
     torch_dtype = TORCH_DTYPES[dtype]
     variant = Variant(head_dim, rows, torch_dtype, torch_dtype, aligned=True)
-    shape = Workload(device, variant, seq_len, (batch,), limit=4 << 30, replay_us=math.inf).shapes[0]
+    shape = Workload(device, variant, seq_len, (batch,), limit=4 << 30, replay_us=math.inf).shapes[-1]
     sets = [(tensors.q, tensors.k, out) for tensors, out in zip(shape.tensors, shape.out, strict=True)]
     ours = [functools.partial(qk_score, q, k, out=out) for q, k, out in sets]
     ours[0]()  # find the config before the capture
@@ -91,15 +91,14 @@ def measure_shape(dtype: str, head_dim: int, rows: int, batch: int, seq_len: int
         "bmm": Replay([functools.partial(bmm_per_request, q, k) for q, k, _ in sets] * shape.passes),
         "matmul": Replay([functools.partial(matmul_hnd, q, k) for q, k, _ in sets] * shape.passes),
     }
-    samples = dict(zip(replays, interleave(list(replays.values()), ROUNDS), strict=True))
-    read = read_floor_us(shape.k, passes=shape.passes, rounds=ROUNDS)
-    both = read_write_floor_us(shape.k, shape.out, passes=shape.passes, rounds=ROUNDS)
+    times, floors = compare_with_floors(list(replays.values()), shape.k, shape.out, passes=shape.passes, rounds=ROUNDS)
+    samples = dict(zip(replays, times, strict=True))
     our = samples["tunedqk"]
     return {
         "dtype": dtype, "head_dim": head_dim, "rows": rows, "batch": batch, "kv_heads": KV_HEADS, "seq_len": seq_len,
         "key_bytes": shape.k[0].nbytes, "us": our.median, "p20_us": our.p20, "p80_us": our.p80,
-        "read_floor_us": read, "read_write_floor_us": both,
-        "of_read": read / our.median, "of_read_write": both / our.median,
+        "read_floor_us": floors.read, "read_write_floor_us": floors.read_write,
+        "of_read": floors.read / our.median, "of_read_write": floors.read_write / our.median,
         "bmm_over_ours": samples["bmm"].median / our.median, "matmul_over_ours": samples["matmul"].median / our.median,
     }  # fmt: skip
 
@@ -140,7 +139,7 @@ def tune_one(side: str, key: TuningKey) -> dict[str, Any]:
         config = str(entry.config)
     else:
         variant = tuned_variant(key)
-        shape = Workload(device, variant, key.seq_len).screening
+        shape = Workload(device, variant, key.seq_len, BATCHES[key.sequences]).screening
         tensors, out = shape.tensors[0], shape.out[0]
         q, k, *others = tensors
         tuned = triton.autotune([triton_config(c) for c in configs], key=["seq_len", "HEAD_DIM"])(qk_score_kernel)
@@ -190,13 +189,16 @@ def show(console: Console, results: dict[str, Any]) -> None:
         table.add_row(f"{row['key_bytes'] / 1e6:.0f} MB", shape, f"{row['us']:.1f}", *ratios)
     if results["shapes"]:
         console.print(table)
-    callers = Table(title="callers that torch.matmul cannot serve", title_justify="left")
-    for name in ("caller", "rows", "K", "us", "of read", "of read+write"):
+    callers = Table(title="callers that torch.matmul cannot serve: one output, or several", title_justify="left")
+    for name in ("caller", "rows", "K", "us", "of read", "of read+write", "us", "of read", "of read+write"):
         callers.add_column(name, justify="left" if name == "caller" else "right", no_wrap=True)
     for row in results["callers"]:
-        ratios = (f"{row[name]:.3f}" for name in ("of_read", "of_read_write"))
-        size = f"{row['key_bytes'] / 1e6:.0f} MB"
-        callers.add_row(row["caller"], str(row["rows"]), size, f"{row['us']:.1f}", *ratios)
+        cells = [
+            cell
+            for times in (row["same_out"], row["rotated_out"])
+            for cell in (f"{times['us']:.1f}", f"{times['of_read']:.3f}", f"{times['of_read_write']:.3f}")
+        ]
+        callers.add_row(row["caller"], str(row["rows"]), f"{row['key_bytes'] / 1e6:.0f} MB", *cells)
     if results["callers"]:
         console.print(callers)
     if tuning := results.get("tuning"):

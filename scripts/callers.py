@@ -1,6 +1,7 @@
 """Callers that torch.matmul cannot serve without a copy of the cache: ragged, paged, quantised, several queries.
 
-Each is measured against the plain kernels that read as many bytes as the call has to, and that write as many, too.
+Each is measured in turns with the plain kernels that read as many bytes as the call has to, and that write as many,
+too: into one output again and again, which then stays in L2, and into outputs that together are as large as L2.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tunedqk.floor import read_floor_us, read_write_floor_us
+from tunedqk.floor import compare_with_floors
 from tunedqk.score import qk_score
-from tunedqk.timing import Replay, interleave
+from tunedqk.timing import Replay
 
 KV_HEADS, HEAD_DIM = 8, 128
 PASSES, ROUNDS = 4, 9
@@ -77,33 +78,38 @@ def measure_caller(caller: Caller) -> dict[str, Any]:
     k, table = _cache(caller, lengths, device)
     k_scale = torch.rand(k.shape[:3], device=device) if caller.by_token else None
     rows = (caller.group * KV_HEADS,) if caller.q_len == 1 else (caller.group * KV_HEADS, caller.q_len)
-    out = torch.empty(caller.batch, *rows, caller.capacity, dtype=torch.bfloat16, device=device)
-    call = functools.partial(
-        qk_score,
-        q,
-        k,
-        seq_lens=lens,
-        block_table=table,
-        k_scale=k_scale,
-        causal=caller.causal,
-        fill=caller.fill,
-        out=out,
-    )
-    call()  # finds the config: before the floors, too, since a GPU that was idle is a tenth slower for a while
     valid = int(lengths.sum())
     read = valid * KV_HEADS * HEAD_DIM * k.element_size()
-    written = (valid if caller.fill is None else caller.batch * caller.capacity) * math.prod(rows) * out.element_size()
+    written = (valid if caller.fill is None else caller.batch * caller.capacity) * math.prod(rows) * 2
+    outputs = [
+        torch.empty(caller.batch, *rows, caller.capacity, dtype=torch.bfloat16, device=device)
+        for _ in range(max(1, math.ceil(torch.cuda.get_device_properties(device).L2_cache_size / written)))
+    ]
+    calls = [
+        functools.partial(
+            qk_score, q, k, seq_lens=lens, block_table=table, k_scale=k_scale, causal=caller.causal, fill=caller.fill,
+            out=out,
+        )
+        for out in outputs
+    ]  # fmt: skip
+    calls[0]()  # finds the config: a capture could not
     # Of the cache's own memory, as far as it reaches.
     source = k.view(-1).view(torch.uint8)[: read // 16 * 16].view(torch.float32)
-    sink = torch.empty(written // 4, dtype=torch.float32, device=device)
-    read_us = read_floor_us([source], passes=PASSES, rounds=ROUNDS)
-    both_us = read_write_floor_us([source], [sink], passes=PASSES, rounds=ROUNDS)
-    (ours,) = interleave([Replay([call] * PASSES)], ROUNDS)
-    return {
+    sinks = [torch.empty(written // 4, dtype=torch.float32, device=device) for _ in outputs]
+    result = {
         "caller": caller.name, "rows": caller.group * caller.q_len, "key_bytes": read, "out_bytes": written,
-        "us": ours.median, "p20_us": ours.p20, "p80_us": ours.p80, "read_floor_us": read_us,
-        "read_write_floor_us": both_us, "of_read": read_us / ours.median, "of_read_write": both_us / ours.median,
     }  # fmt: skip
+    for name, count in (("same_out", 1), ("rotated_out", len(outputs))):
+        passes = max(1, PASSES // count)
+        (ours,), floors = compare_with_floors(
+            [Replay(calls[:count] * passes)], [source] * count, sinks[:count], passes=passes, rounds=ROUNDS
+        )
+        result[name] = {
+            "outputs": count, "us": ours.median, "p20_us": ours.p20, "p80_us": ours.p80,
+            "read_floor_us": floors.read, "read_write_floor_us": floors.read_write,
+            "of_read": floors.read / ours.median, "of_read_write": floors.read_write / ours.median,
+        }  # fmt: skip
+    return result
 
 
 def _cache(caller: Caller, lengths: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:

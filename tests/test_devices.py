@@ -108,7 +108,7 @@ def file_of(resolver):
 def test_each_kind_is_tuned_and_validated_for_itself(resolver_on, other):
     resolvers = [resolver_on(identity) for identity in (A40, other)]
     for resolver in resolvers:
-        binary = resolver.resolve(VARIANT, 40)
+        binary = resolver.resolve(VARIANT, KEY)
         assert resolver.tunings == 1
         assert resolver.door.validations == len(FEW)
         assert binary.config == resolver.db.winners(KEY)[0].entry.config
@@ -126,13 +126,13 @@ def test_a_winner_of_one_kind_is_none_on_another(resolver_on, monkeypatch, other
     monkeypatch.setenv("TUNEDQK_MODE", mode)
     store(A40, ODD)
     store(A40, ODD, msgspec.structs.replace(KEY, seq_len=1024))
-    assert resolver_on(A40).resolve(VARIANT, 40).config == ODD
+    assert resolver_on(A40).resolve(VARIANT, KEY).config == ODD
     assert default_config(KEY, interpreted=interpreting()) != ODD
     if mode == "strict":
         with pytest.raises(resolve.MissingConfigError):
-            resolver_on(other).resolve(VARIANT, 40)
+            resolver_on(other).resolve(VARIANT, KEY)
     else:
-        assert resolver_on(other).resolve(VARIANT, 40).config != ODD
+        assert resolver_on(other).resolve(VARIANT, KEY).config != ODD
 
 
 @pytest.mark.parametrize("other", KINDS)
@@ -144,12 +144,12 @@ def test_a_receipt_of_one_kind_is_none_on_another(resolver_on, verdict, other):
     receipt = Receipt(name, verdict, None, "", (512,) if verdict == "correct" else (), "2026-01-02T03:04:05Z")
     assert first.db.record(receipts=[receipt])
     if verdict == "correct":
-        assert first.resolve(VARIANT, 40, ODD).hash == name
+        assert first.resolve(VARIANT, KEY, ODD).hash == name
     else:
         with pytest.raises(resolve.RejectedConfigError):
-            first.resolve(VARIANT, 40, ODD)
+            first.resolve(VARIANT, KEY, ODD)
     assert first.door.validations == 0
-    assert second.resolve(VARIANT, 40, ODD).hash == name
+    assert second.resolve(VARIANT, KEY, ODD).hash == name
     assert second.door.validations == 1
     assert file_of(first).receipts == [receipt]
 
@@ -160,7 +160,7 @@ def test_a_file_of_another_kind_under_our_name_is_set_aside(resolver_on):
     content = GpuFile(gpu=SLICE, entries=[store(SLICE, ODD)])
     used.db.path.write_bytes(msgspec.json.encode(content))
     with pytest.warns(TuningDBWarning, match="made on") as caught:
-        assert used.resolve(VARIANT, 40).config in FEW
+        assert used.resolve(VARIANT, KEY).config in FEW
     assert len(caught) == 1
     assert used.tunings == 1
     assert file_of(used).gpu == A40
@@ -170,8 +170,8 @@ def test_the_size_of_the_memory_is_no_identity(resolver_on):
     larger = msgspec.structs.replace(A40, memory_gib=88.8)
     first, second = resolver_on(A40), resolver_on(larger)
     assert first.db.path == second.db.path
-    config = first.resolve(VARIANT, 40).config
-    assert second.resolve(VARIANT, 40).config == config
+    config = first.resolve(VARIANT, KEY).config
+    assert second.resolve(VARIANT, KEY).config == config
     assert (second.tunings, second.door.validations) == (0, 0)
 
 
@@ -185,8 +185,8 @@ def test_slots_of_two_gpus_are_bound_by_their_own_resolvers(device, monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for index in (1, 0, 1):
         monkeypatch.setattr(tune, "candidates", lambda *_, index=index: [FEW[index]])
-        slot = Slot(index, VARIANT, KEY.seq_len, None)
-        ready.make_ready(slot, 40)
+        slot = Slot(index, VARIANT, KEY.seq_len, KEY.sequences, None)
+        ready.make_ready(slot)
     assert {slot.device: binary.config for slot, binary in ready.binaries.items()} == {0: FEW[0], 1: FEW[1]}
     for index, kind in kinds.items():
         resolver = resolver_for(places[index])

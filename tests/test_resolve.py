@@ -659,7 +659,7 @@ def test_a_growing_cache_is_tuned_per_bucket_and_compiled_at_its_first_step(devi
     assert resolver.tunings <= buckets
     assert len(resolved) == buckets
     # What is kept ready has the buckets of the keys.
-    assert sorted(slot.bucket for slot in ready.binaries) == sorted(
+    assert sorted(slot.seq_len for slot in ready.binaries) == sorted(
         {tuning_key(seq_len, head_dim, "float32", 1).seq_len for seq_len in lengths}
     )
     assert (len(compiled), len(built)) == after_first

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tunedqk.arguments import Sizes, check, check_config, extent
-from tunedqk.config import KernelConfig, bucket, next_power_of_2
+from tunedqk.config import KernelConfig, TuningKey, bucket, next_power_of_2, sequence_bucket
 from tunedqk.device import interpreting
 from tunedqk.variant import ALIGNMENT, Geometry, Variant, geometry, strides_aligned
 
@@ -24,12 +24,21 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 
 class Slot(NamedTuple):
-    """What calls must share to launch the same binary. device: its index, -1 for the CPU."""
+    """What calls must share to launch the same binary. device: its index, -1 for the CPU.
+
+    seq_len, sequences: as in the key.
+    """
 
     device: int
     variant: Variant
-    bucket: int
+    seq_len: int
+    sequences: int
     config: KernelConfig | None
+
+    @property
+    def key(self) -> TuningKey:
+        """The key that the winner is stored under."""
+        return self.variant.key(self.seq_len, self.sequences)
 
     @property
     def place(self) -> torch.device:
@@ -139,7 +148,7 @@ def _work_out(
     index = (q.device.index or 0) if q.is_cuda else -1
     fits = strides_aligned(places, q.dtype, k.dtype)
     unaligned, aligned = (
-        Slot(index, variant, bucket(places.seq_len), config)
+        Slot(index, variant, bucket(places.seq_len), sequence_bucket(places.batch * places.kv_heads), config)
         for variant in (
             variant_of(tensors, sizes, causal=causal, fill=fill is not None, aligned=addresses and fits)
             for addresses in (False, True)

@@ -51,13 +51,16 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example: tunedqk pretune --head-dims 128 --dtypes bfloat16 --rows 1,4",
     )
     scope = pretune.add_mutually_exclusive_group()
-    scope.add_argument("--quick", action="store_true", help="four keys: bfloat16, head_dim 128, rows 1 and 4")
+    scope.add_argument("--quick", action="store_true", help="eight keys: bfloat16, head_dim 128, rows 1 and 4")
     scope.add_argument("--all", action="store_true", help="also more head_dims and rows, float8 keys and pages")
     pretune.add_argument("--head-dims", type=_numbers(1, config.MAX_HEAD_DIM), metavar="N,N", help="only these")
     pretune.add_argument("--seq-lens", type=_numbers(1, 2**31 - 1), metavar="N,N", help="only the buckets of these")
     pretune.add_argument("--rows", type=_numbers(1, 4096), metavar="N,N", help="only these (query rows per KV head)")
     pretune.add_argument(
         "--page-sizes", type=_numbers(0, config.MAX_PAGE_SIZE), metavar="N,N", help="only these (0: not paged)"
+    )
+    pretune.add_argument(
+        "--sequences", type=_numbers(1, 2**31 - 1), metavar="N,N", help="only the buckets of these (batch x KV heads)"
     )
     pretune.add_argument("--dtypes", type=_dtypes, metavar="NAME,NAME", help="only these")
     pretune.add_argument("--dry-run", action="store_true", help="show the file, the keys and the number of configs")

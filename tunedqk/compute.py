@@ -43,7 +43,7 @@ def _by_kernel(tensors: Tensors, out: torch.Tensor, scale: float, fill: float | 
     slot = call.slot(tensors)
     binary = ready.binaries.get(slot)
     if binary is None:
-        binary = ready.make_ready(slot, call.geometry.seq_len)
+        binary = ready.make_ready(slot)
     grid = call.grids.get(binary)
     if grid is None:
         grid = binary.grid(call.geometry)

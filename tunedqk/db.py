@@ -154,9 +154,8 @@ class TuningDB:
         return self._look().entries.get(key, ())
 
     def nearest(self, key: TuningKey) -> list[Found]:
-        """The winners of other buckets, at most a factor 4 away and else equal: closest first, of two the larger's."""
-        buckets = (key.seq_len * 2, key.seq_len // 2, key.seq_len * 4, key.seq_len // 4)
-        return [found for bucket in buckets for found in self.winners(msgspec.structs.replace(key, seq_len=bucket))]
+        """The winners of the neighbours of a key, the nearest first."""
+        return [found for neighbour in key.neighbours() for found in self.winners(neighbour)]
 
     def receipt(self, binary: str) -> Receipt | None:
         """The verdict on a binary: a bad one in any file before a correct one in another."""

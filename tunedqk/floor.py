@@ -16,7 +16,7 @@ import triton
 
 from tunedqk.config import HINTS, next_power_of_2
 from tunedqk.kernels.plain import read_kernel, read_write_kernel
-from tunedqk.timing import Replay, interleave
+from tunedqk.timing import Replay, Sample, interleave
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,10 +53,31 @@ class _Member(NamedTuple):
         self.kernel[(programs,)](*args, **meta)
 
 
-def read_floor_us(sources: Sequence[torch.Tensor], *, passes: int = 1, rounds: int = 5) -> float:
-    """Microseconds in which the fastest plain kernel reads a source."""
-    sink = torch.empty(1, dtype=torch.float32, device=sources[0].device)
-    return _fastest(read_kernel, [(_words(source), sink) for source in sources], passes, rounds)
+class Floors(NamedTuple):
+    """Microseconds of the fastest plain kernel that reads as much, and of the one that writes as much, too."""
+
+    read: float
+    read_write: float
+
+
+def compare_with_floors(
+    replays: Sequence[Replay],
+    sources: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    *,
+    passes: int = 1,
+    rounds: int = 5,
+) -> tuple[list[Sample], Floors]:
+    """Time graphs and both floors in turns, so that clocks and neighbours are the same for all of them.
+
+    sources, outputs: contiguous tensors of a multiple of 4 bytes, one of each per launch; a replay of a floor goes
+    through all of them `passes` times.
+    """
+    reads = _replays(read_kernel, sources, [_sink(sources)] * len(sources), passes)
+    both = _replays(read_write_kernel, sources, outputs, passes)
+    samples = interleave([*replays, *reads, *both], rounds)
+    ours, floors = samples[: len(replays)], [sample.median for sample in samples[len(replays) :]]
+    return ours, Floors(min(floors[: len(reads)]), min(floors[len(reads) :]))
 
 
 def read_write_floor_us(
@@ -64,18 +85,26 @@ def read_write_floor_us(
 ) -> float:
     """Microseconds in which the fastest plain kernel reads a source and writes an output.
 
-    sources, outputs: contiguous tensors of a multiple of 4 bytes, one of each per launch; a replay goes through all of
-    them `passes` times.
+    sources, outputs, passes: as for `compare_with_floors`.
     """
-    pairs = [(_words(source), _words(out)) for source, out in zip(sources, outputs, strict=True)]
-    return _fastest(read_write_kernel, pairs, passes, rounds)
+    replays = _replays(read_write_kernel, sources, outputs, passes)
+    return min(sample.median for sample in interleave(replays, rounds))
+
+
+def _sink(sources: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What a reading kernel would store to, if the sum of what it read were a certain number."""
+    return torch.empty(1, dtype=torch.float32, device=sources[0].device)
 
 
 def _words(x: torch.Tensor) -> torch.Tensor:
     return x.flatten().view(torch.float32)
 
 
-def _fastest(kernel: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]], passes: int, rounds: int) -> float:
+def _replays(
+    kernel: Any, sources: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], passes: int
+) -> list[Replay]:
+    """One graph for each member of a family."""
+    pairs = [(_words(source), _words(out)) for source, out in zip(sources, outputs, strict=True)]
     members = [
         _Member(kernel, block, warps, hints)
         for block, warps, hints in itertools.product(BLOCKS, WARPS, HINTS)
@@ -83,5 +112,4 @@ def _fastest(kernel: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]], passes
     ]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda member: member.compile(*pairs[0]), members))
-    replays = [Replay([functools.partial(member.launch, *pair) for pair in pairs] * passes) for member in members]
-    return min(sample.median for sample in interleave(replays, rounds))
+    return [Replay([functools.partial(member.launch, *pair) for pair in pairs] * passes) for member in members]

@@ -15,27 +15,27 @@ if TYPE_CHECKING:
 binaries: dict[Slot, Binary] = {}
 
 
-def make_ready(slot: Slot, seq_len: int) -> Binary:
+def make_ready(slot: Slot) -> Binary:
     """The cold path of a call: find, tune or validate, and remember."""
     if slot.device >= 0 and torch.cuda.is_current_stream_capturing():
-        return _ready_for_capture(slot, seq_len)
+        return _ready_for_capture(slot)
     from tunedqk.resolve import resolver_for  # what tunes and validates, imported when something is
 
     resolver = resolver_for(slot.place)
     with resolver.lock:
         if slot not in binaries:  # another thread may have been here
             with torch.inference_mode(mode=False), torch.no_grad():
-                binaries[slot] = resolver.resolve(slot.variant, seq_len, slot.config)
+                binaries[slot] = resolver.resolve(slot.variant, slot.key, slot.config)
     return binaries[slot]
 
 
-def _ready_for_capture(slot: Slot, seq_len: int) -> Binary:
+def _ready_for_capture(slot: Slot) -> Binary:
     """During a capture nothing can be validated: any accepted binary of the variant does."""
     for other, binary in list(binaries.items()):  # other threads may add to it
         if other[:2] == slot[:2] and slot.config in (None, other.config):
             return binary
     raise CaptureError(
-        f"{slot.variant.key(seq_len)} ({slot.variant}): no accepted binary is ready, and a CUDA graph is being "
+        f"{slot.key} ({slot.variant}): no accepted binary is ready, and a CUDA graph is being "
         "captured. Make one such call, or call tunedqk.warmup, before the capture; "
-        f"`{slot.variant.key(seq_len).command}` makes that short."
+        f"`{slot.key.command}` makes that short."
     )

@@ -60,9 +60,8 @@ class Resolver:
         self._warned: set[object] = set()
         self.tunings = 0
 
-    def resolve(self, variant: Variant, seq_len: int, config: KernelConfig | None = None) -> Binary:
-        """The accepted binary for a variant at a length; with `config`, that one or RejectedConfigError."""
-        key = variant.key(seq_len)
+    def resolve(self, variant: Variant, key: TuningKey, config: KernelConfig | None = None) -> Binary:
+        """The accepted binary for a variant under one of its keys; with `config`, that one or RejectedConfigError."""
         try:
             if config is not None:
                 return self._given(variant, config, key)
@@ -156,7 +155,7 @@ class Resolver:
         """Configs for a key that nothing is stored for, with where each comes from."""
         for entry, _ in self.db.nearest(key):
             if is_candidate(entry.config, key, self.device):
-                yield f"the winner of seq_len {entry.key.seq_len}", entry.config
+                yield f"the winner of seq_len {entry.key.seq_len}, {entry.key.sequences} sequences", entry.config
         yield "the default config", default_config(key, interpreted=interpreting())
 
 

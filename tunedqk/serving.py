@@ -12,10 +12,12 @@ from tunedqk import ready
 from tunedqk.arguments import check, check_number, check_quantised
 from tunedqk.call import Slot, call_of, variant_of
 from tunedqk.config import (
+    BATCH,
     MAX_HEAD_DIM,
     MAX_PAGE_SIZE,
     MAX_QUERIES,
     MIN_BUCKET,
+    ONE_REQUEST,
     KernelConfig,
     TuningKey,
     bucket,
@@ -102,10 +104,10 @@ def explain(
     call = call_of(tensors, layout, causal, fill, out, out_dtype, config)
     if out is not None:
         call.check_memory(tensors, out)
-    slot, seq_len = call.slot(tensors), call.geometry.seq_len
+    slot = call.slot(tensors)
     if not call.elements:
-        return Explanation(key=slot.variant.key(seq_len), variant=str(slot.variant), action="nothing")
-    return _explain(slot, seq_len)
+        return Explanation(key=slot.key, variant=str(slot.variant), action="nothing")
+    return _explain(slot)
 
 
 def warmup(
@@ -154,7 +156,7 @@ def warmup(
         device: the current CUDA device by default.
 
     Returns:
-        One explanation for each seq_len bucket.
+        One explanation for each seq_len bucket, of a single request and of a batch.
 
     What is missing is tuned, or replaced, or an error, as TUNEDQK_MODE says. Raises what `qk_score` raises.
     """
@@ -183,13 +185,13 @@ def warmup(
     slots = []
     length = MIN_BUCKET
     while length <= bucket(max_seq_len):
-        slots.append(Slot(index, variant, length, None))
+        slots += [Slot(index, variant, length, sequences, None) for sequences in (ONE_REQUEST, BATCH)]
         length *= 2
     if index >= 0 or interpreting():
         for slot in slots:
             if slot not in ready.binaries:
-                ready.make_ready(slot, slot.bucket)
-    return [_explain(slot, slot.bucket) for slot in slots]
+                ready.make_ready(slot)
+    return [_explain(slot) for slot in slots]
 
 
 def _stand_ins(
@@ -236,8 +238,8 @@ def _index(device: torch.device | str | int | None) -> int:
     return -1
 
 
-def _explain(slot: Slot, seq_len: int) -> Explanation:
-    key = slot.variant.key(seq_len)
+def _explain(slot: Slot) -> Explanation:
+    key = slot.key
     about = Explanation(key=key, variant=str(slot.variant), action="torch")
     if slot.device < 0 and not interpreting():
         return about

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+SETTLE_SECONDS = 0.02
+
 
 class Sample(NamedTuple):
     """Microseconds of one launch."""
@@ -80,30 +82,29 @@ def interleave(replays: Sequence[Replay], rounds: int, warmup: int = 2) -> list[
 
 
 class ScreenTimer:
-    """A short look at one call: a few launches, L2 refilled by reads before each. On a CPU, the wall time of one."""
+    """A short look at one candidate after the other: a few replays each. On a CPU, the wall time of a call."""
 
-    def __init__(self, device: torch.device, runs: int = 5) -> None:
+    def __init__(self, device: torch.device, runs: int = 3) -> None:
         self._device = device
         self._runs = runs
-        self._flush = torch.empty(0)
-        if device.type == "cuda":
-            l2 = torch.cuda.get_device_properties(device).L2_cache_size
-            self._flush = torch.zeros(2 * l2 // 4, device=device)
+        self._settled = False
 
-    def __call__(self, call: Callable[[], object]) -> Sample:
-        """Microseconds of one call."""
+    def __call__(self, calls: Sequence[Callable[[], object]]) -> Sample:
+        """Microseconds of a call."""
         if self._device.type != "cuda":
             start = time.perf_counter()
-            call()
+            calls[0]()
             return summarise([(time.perf_counter() - start) * 1e6])
-        call()
-        pairs = [
-            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(self._runs)
-        ]
-        for start_event, end_event in pairs:
-            self._flush.max()
-            start_event.record()
-            call()
-            end_event.record()
-        torch.cuda.synchronize(self._device)
-        return summarise([start_event.elapsed_time(end_event) * 1000.0 for start_event, end_event in pairs])
+        replay = Replay(calls)
+        if not self._settled:
+            self._settle(replay)
+        (sample,) = interleave([replay], self._runs, warmup=1)
+        return sample
+
+    def _settle(self, replay: Replay) -> None:
+        """Keep a GPU busy that was idle, and is a tenth slower for a while: not only for who happens to be first."""
+        end = time.perf_counter() + SETTLE_SECONDS
+        while time.perf_counter() < end:
+            replay.enqueue()
+            replay.elapsed()
+        self._settled = True

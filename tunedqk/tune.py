@@ -27,7 +27,7 @@ from tunedqk.records import Entry, Shape, Timing
 from tunedqk.tensors import FP8_NAMES, TORCH_DTYPES
 from tunedqk.timing import Sample, ScreenTimer, interleave
 from tunedqk.variant import Variant, geometry, shape_constexprs, triton_config
-from tunedqk.workload import TimedShape, Workload
+from tunedqk.workload import BATCHES, TimedShape, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -103,7 +103,7 @@ def _search(
     # Compiling takes longest: it runs while tensors are made, and while what is ready is validated.
     with contextlib.closing(Builder(door, [(variant, config) for config in configs])) as builder:
         builds = {config: builder.submit(variant, config) for config in configs}
-        workload = Workload(door.device, variant, key.seq_len)
+        workload = Workload(door.device, variant, key.seq_len, BATCHES[key.sequences])
         screening = _Screening(key, door, workload.screening, builds)
         screening.run()
         finalists = screening.fastest(incumbent)
@@ -139,11 +139,12 @@ class _Screening:
             self._admit()
             return [ours[config] for config in self.accepted]
 
-        def do_bench(call: Callable[[], object], **_: Any) -> list[float]:
-            # Called for one config after the other, in the order that the door returned.
-            config = list(self.accepted)[len(self.samples)]
-            with self.door.launching(self.accepted[config]):
-                self.samples[config] = self._timer(call)
+        def do_bench(*_: Any, **__: Any) -> list[float]:
+            # Called for one config after the other, in the order that the door returned. The call that Triton passes
+            # is the same launch, by way of its own launcher, on the same few tensors each time.
+            config, binary = list(self.accepted.items())[len(self.samples)]
+            with self.door.launching(binary):
+                self.samples[config] = self._timer(self.shape.calls(binary))
             return list(self.samples[config])
 
         if len(self.builds) == 1:  # triton.autotune would launch an only config unseen
@@ -233,7 +234,7 @@ def _timings(
             floor_share=None if floor is None else round(floor / largest.median, 4),
             worst_slowdown=round(max(slowdowns), 4),
             shapes=tuple(
-                Shape(shape.batch, shape.kv_heads, round(sample.median, 3))
+                Shape(shape.batch, shape.kv_heads, round(sample.median, 3), shape.same_out)
                 for shape, sample in zip(shapes, of_config, strict=True)
             ),
         )

@@ -72,9 +72,10 @@ class Variant(NamedTuple):
         """How the kernel cuts this shape."""
         return blocking(self.head_dim, KEY_DTYPE_NAMES[self.dtype], self.query_rows)
 
-    def key(self, seq_len: int) -> TuningKey:
+    def key(self, seq_len: int, sequences: int) -> TuningKey:
         """The key that this variant's winner is stored under."""
-        return tuning_key(seq_len, self.head_dim, KEY_DTYPE_NAMES[self.k_dtype], self.query_rows, self.page_size)
+        dtype = KEY_DTYPE_NAMES[self.k_dtype]
+        return tuning_key(seq_len, self.head_dim, dtype, self.query_rows, self.page_size, sequences)
 
     def __str__(self) -> str:
         keys = f" with {KEY_DTYPE_NAMES[self.fp8]} keys" if self.fp8 else ""

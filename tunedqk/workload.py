@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tunedqk.config import MIN_BUCKET
+from tunedqk.config import BATCH, MIN_BUCKET, ONE_REQUEST
 from tunedqk.errors import TuningDeclinedError
 from tunedqk.tensors import Tensors
 from tunedqk.timing import Replay, rotation
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from tunedqk.launch import Binary
 
 KV_HEADS = 8
-# batch * kv_heads of a single request, of small and of large batches; which of them fit depends on the bucket.
-BATCHES = (1, 8, 64)
+# By the sequences of a key: a single request; a small and a large batch, of which long buckets have room for one.
+BATCHES = {ONE_REQUEST: (1,), BATCH: (8, 64)}
 MEMORY_LIMIT = 1 << 30  # bytes of keys, for all sets of a shape
 MEMORY_SHARE = 0.4  # of what is free
 OUTPUT_SHARE = 0.1  # of what is free, for each shape's outputs
@@ -32,14 +32,17 @@ ASSUMED_BANDWIDTH = 3e6  # bytes a microsecond, to size a replay
 class TimedShape(NamedTuple):
     """One batch size of a key, with tensors for one launch after the other, in layout NHD.
 
-    Keys rotate so that none is found in L2. Outputs rotate as well: one that is written again and again would stay in
-    L2, and its bytes would never be paid for (at 4 rows that makes a plain kernel 8 % faster than memory allows).
+    Keys rotate so that none is found in L2. Outputs rotate as well, through as much memory as L2 holds, or are all one
+    (`same_out`): what is written again and again stays in L2, and its bytes are never paid for. At 4 rows that makes a
+    plain kernel 8 % faster, and it changes which config is the fastest. A decode loop that hands its scores from layer
+    to layer in one tensor has the one, a loop that keeps them has the other.
     """
 
     batch: int
     kv_heads: int
     tensors: list[Tensors]
     out: list[torch.Tensor]
+    same_out: bool = False
 
     @property
     def k(self) -> list[torch.Tensor]:
@@ -67,22 +70,26 @@ class TimedShape(NamedTuple):
 
     def replay(self, binary: Binary) -> Replay:
         """The binary over all sets, as one graph."""
-        return Replay(self.launches(binary) * self.passes)
+        return Replay(self.calls(binary))
+
+    def calls(self, binary: Binary) -> list[Callable[[], None]]:
+        """What a replay goes through: the launches, several times if there are few."""
+        return self.launches(binary) * self.passes
 
 
 class Workload:
-    """The timed shapes of one variant at one bucket; all of them are views of one pool of random keys."""
+    """The timed shapes of one variant at one bucket, small ones first; all are views of one pool of random keys."""
 
     def __init__(
         self,
         device: torch.device,
         variant: Variant,
         seq_len: int,
-        batches: tuple[int, ...] = BATCHES,
+        batches: tuple[int, ...],
         limit: int = MEMORY_LIMIT,
         replay_us: float = MAX_REPLAY_US,
     ) -> None:
-        """Batches that do not fit are left out; TuningDeclinedError when not even the smallest fits what is free.
+        """Batches that do not fit are left out, or made smaller if none fits; TuningDeclinedError when 1 does not.
 
         replay_us: outputs rotate through no more launches than fit in this. With few rows it takes longer to write as
         much as L2 holds, and to choose a config it is not worth it: there writes are 1 % of the bytes.
@@ -98,8 +105,9 @@ class Workload:
         if device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
             limit = min(limit, int(free * MEMORY_SHARE))
-            batches = tuple(batch for batch in batches if batch * row <= limit)
-            if not batches:
+            fitting = tuple(batch for batch in batches if batch * row <= limit)
+            batches = fitting or (1 << (limit // row).bit_length() >> 1,)
+            if not batches[0]:
                 raise TuningDeclinedError(
                     f"tuning needs {row >> 20} MiB for keys; of {free >> 20} MiB free it takes {limit >> 20}. "
                     "`tunedqk pretune` does it ahead of time, while the GPU is idle"
@@ -108,7 +116,7 @@ class Workload:
             # Outputs rotate through as much memory as the L2 cache holds, if there is that much.
             self._output_bytes = min(torch.cuda.get_device_properties(device).L2_cache_size, int(free * OUTPUT_SHARE))
         else:
-            batches = batches[:1]
+            batches = (1,)
             self._output_bytes = 0
             sets = dict.fromkeys(batches, 1)
         self._pool = torch.empty(
@@ -117,9 +125,10 @@ class Workload:
         )  # fmt: skip
         for part in self._pool.split(1 << 26):
             part.copy_(torch.randn(part.shape, dtype=variant.dtype, device=device))  # float8 has no normal_
-        self.shapes = [self._shape(batch, sets[batch]) for batch in batches]
+        self.shapes = [shape for batch in batches for shape in self._shapes(batch, sets[batch])]
 
-    def _shape(self, batch: int, sets: int) -> TimedShape:
+    def _shapes(self, batch: int, sets: int) -> list[TimedShape]:
+        """A batch size with one output, and with outputs that rotate if there are any."""
         variant = self.variant
         pages = (self.seq_len // variant.page_size, variant.page_size) if variant.page_size else (1, self.seq_len)
         shape = (batch * pages[0], pages[1], self.kv_heads, variant.head_dim)
@@ -144,7 +153,10 @@ class Workload:
             )
             for i in range(launches)
         ]  # fmt: skip
-        return TimedShape(batch, self.kv_heads, tensors, [outputs[i % len(outputs)] for i in range(launches)])
+        rotated = TimedShape(batch, self.kv_heads, tensors, [outputs[i % len(outputs)] for i in range(launches)])
+        if len(outputs) == 1:
+            return [rotated._replace(same_out=True)]
+        return [rotated._replace(out=outputs[:1] * launches, same_out=True), rotated]
 
     def _table(self, batch: int, blocks: int) -> torch.Tensor | None:
         """Blocks in random order, as in a pool that has been in use for a while."""
@@ -155,5 +167,5 @@ class Workload:
 
     @property
     def screening(self) -> TimedShape:
-        """The shape that candidates are screened on: the middle one."""
-        return self.shapes[len(self.shapes) // 2]
+        """The shape that candidates are screened on: the largest. Its fastest few are among the others' as well."""
+        return self.shapes[-1]
