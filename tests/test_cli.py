@@ -23,7 +23,7 @@ from tunedqk.errors import NoAcceptedConfigError, TuningDBWarning
 from tunedqk.pretune import resolver_for_folder
 from tunedqk.validate import Validator
 
-ONE_SHAPE = ("--head-dims", "16", "--dtypes", "float32", "--rows", "1")
+ONE_SHAPE = ("--head-dims", "16", "--dtypes", "float32", "--rows", "1", "--sequences", "8")
 TWO_KEYS = ("pretune", *ONE_SHAPE, "--seq-lens", "512,1000")
 
 
@@ -83,7 +83,7 @@ def test_a_dry_run_says_what_would_happen_and_does_nothing(run, device, cache_di
     status, text = run(*TWO_KEYS, "--dry-run")
     assert status == 0
     assert f"2 of 2 keys to tune, into {db_of(device).path}" in text
-    assert "head_dim 16, float32, rows 1, seq_len 1024: 2 configs" in text
+    assert "head_dim 16, float32, rows 1, seq_len 1024, 8 sequences: 2 configs" in text
     assert "4 configs in all. Nothing was tuned." in text
     assert not cache_dir.exists()
 
@@ -202,12 +202,13 @@ def test_a_terminal_gets_a_bar_with_the_time_left(device, monkeypatch):
 @pytest.mark.parametrize(
     ("chosen", "expected"),
     [
-        pytest.param((), 540, id="default"),
-        pytest.param(("--quick",), 4, id="quick"),
-        pytest.param(("--all",), 12 * 3 * 9 * 9 + 3 * 2 * 4 * 9 * (4 + 3), id="all"),
-        pytest.param(("--page-sizes", "0,16"), 1080, id="pages too"),
-        pytest.param(("--quick", "--rows", "8"), 2, id="quick, rows by hand"),
-        pytest.param(("--head-dims", "64,64", "--seq-lens", "600,1000,1024"), 12, id="one bucket, no key twice"),
+        pytest.param((), 1080, id="default"),
+        pytest.param(("--quick",), 8, id="quick"),
+        pytest.param(("--all",), 2 * (12 * 3 * 9 * 9 + 3 * 2 * 4 * 9 * (4 + 3)), id="all"),
+        pytest.param(("--page-sizes", "0,16"), 2160, id="pages too"),
+        pytest.param(("--quick", "--rows", "8"), 4, id="quick, rows by hand"),
+        pytest.param(("--quick", "--sequences", "1,8"), 4, id="quick, single requests alone"),
+        pytest.param(("--head-dims", "64,64", "--seq-lens", "600,1000,1024"), 24, id="one bucket, no key twice"),
     ],
 )
 def test_the_keys_of_a_run(chosen, expected):

@@ -127,6 +127,20 @@ def test_head_dim_dtype_and_page_size_are_exact():
     assert key == TuningKey(head_dim=80, dtype="float16", rows=4, seq_len=1024, page_size=48)
 
 
+@pytest.mark.parametrize(("sequences", "bucket"), [(1, 8), (8, 8), (16, 8), (17, 64), (64, 64), (4096, 64)])
+def test_sequences_are_those_of_a_request_or_of_a_batch(sequences, bucket):
+    assert tuning_key(512, 128, "bfloat16", 1, sequences=sequences).sequences == bucket
+
+
+def test_a_key_names_all_that_it_is_made_of():
+    key = tuning_key(512, 80, "float16", 4, page_size=16, sequences=64)
+    assert str(key) == "head_dim 80, float16, rows 4, seq_len 512, pages of 16, 64 sequences"
+    assert key.command.split()[2:] == [
+        "--head-dims", "80", "--dtypes", "float16", "--rows", "4", "--seq-lens", "512", "--sequences", "64",
+        "--page-sizes", "16",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 4, 5, 1023, 1024, 1025])
 def test_next_power_of_2(n):
     power = next_power_of_2(n)
@@ -134,16 +148,17 @@ def test_next_power_of_2(n):
     assert power // 2 < max(n, 1) <= power
 
 
+@pytest.mark.parametrize("sequences", [1, 16, 17, 1000])
 @pytest.mark.parametrize("seq_len", [1, 512, 513, 5000])
 @pytest.mark.parametrize("group", [1, 3, 8])
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_call_and_the_tuner_have_one_key(dtype, aligned, group, seq_len):
+def test_the_call_and_the_tuner_have_one_key(dtype, aligned, group, seq_len, sequences):
     torch_dtype = TORCH_DTYPES[dtype]
     variant = Variant(96, group, torch_dtype, torch.float32, aligned)
-    key = variant.key(seq_len)
-    assert key == tuning_key(seq_len, 96, dtype, group)
-    assert tuned_variant(key).key(key.seq_len) == key
+    key = variant.key(seq_len, sequences)
+    assert key == tuning_key(seq_len, 96, dtype, group, sequences=sequences)
+    assert tuned_variant(key).key(key.seq_len, key.sequences) == key
 
 
 def test_only_one_place_builds_keys(monkeypatch):
@@ -151,7 +166,7 @@ def test_only_one_place_builds_keys(monkeypatch):
 
     assert variant.tuning_key is config_module.tuning_key
     monkeypatch.setattr(variant, "tuning_key", lambda *arguments: arguments)
-    assert Variant(96, 3, torch.float16, torch.float16, aligned=True).key(700) == (700, 96, "float16", 3, 0)
+    assert Variant(96, 3, torch.float16, torch.float16, aligned=True).key(700, 9) == (700, 96, "float16", 3, 0, 9)
 
 
 # --- Blocking ---
@@ -256,7 +271,7 @@ def test_shared_memory_counts_the_pipeline():
 
 def test_the_default_grid_is_that_of_the_design():
     keys = DEFAULT_GRID.tuning_keys()
-    assert len(keys) == len(set(keys)) == 5 * 3 * 4 * 9
+    assert len(keys) == len(set(keys)) == 5 * 3 * 4 * 9 * 2
     assert {key.head_dim for key in keys} == {64, 80, 96, 128, 256}
     assert {key.rows for key in keys} == {1, 4, 8, 16}
     assert {key.seq_len for key in keys} == {512 << step for step in range(9)}
@@ -264,7 +279,6 @@ def test_the_default_grid_is_that_of_the_design():
 
 
 def test_a_grid_has_each_key_once():
-    assert Grid((64,), ("float32",), (3, 4), (1, 512, 513)).tuning_keys() == [
-        tuning_key(512, 64, "float32", 4),
-        tuning_key(1024, 64, "float32", 4),
+    assert Grid((64,), ("float32",), (3, 4), (1, 512, 513), sequences=(1, 17, 64)).tuning_keys() == [
+        tuning_key(seq_len, 64, "float32", 4, sequences=sequences) for seq_len in (512, 1024) for sequences in (8, 64)
     ]

@@ -273,6 +273,27 @@ def test_cached_uses_the_nearest_winner(device, mode, caplog, bucket):
     assert f"the winner of seq_len {bucket}" in warning
 
 
+def test_a_batch_has_a_winner_of_its_own_or_that_of_a_request(device, mode, caplog):
+    mode("cached")
+    few, many = (
+        make_inputs(16, 1, 1, 40, 16, torch.float32, device),
+        make_inputs(17, 1, 1, 40, 16, torch.float32, device),
+    )
+    store(device, ODD)
+    for tensors in (few, many):
+        assert_scores(qk_score(*tensors), *tensors)
+    assert [(slot.sequences, binary.config) for slot, binary in ready.binaries.items()] == [(8, ODD), (64, ODD)]
+    (warning,) = warnings_of(caplog)
+    assert "the winner of seq_len 512, 8 sequences" in warning
+    ready.binaries.clear()
+    other = default_config(KEY, interpreted=interpreting())
+    store(device, other, msgspec.structs.replace(KEY, sequences=64))
+    resolver_of(device).db.reload()
+    for tensors in (few, many):
+        assert_scores(qk_score(*tensors), *tensors)
+    assert ready_configs() == [ODD, other]
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -70,8 +70,9 @@ def shape(**changed):
 @needs_kernels
 def test_after_warmup_a_call_does_nothing_but_launch(device, monkeypatch):
     explanations = warmup(**shape(), device=place(device))
-    assert [explanation.key.seq_len for explanation in explanations] == [512, 1024]
-    assert [(explanation.action, explanation.ready) for explanation in explanations] == [("launch", True)] * 2
+    keys = [(explanation.key.seq_len, explanation.key.sequences) for explanation in explanations]
+    assert keys == [(512, 8), (512, 64), (1024, 8), (1024, 64)]
+    assert [(explanation.action, explanation.ready) for explanation in explanations] == [("launch", True)] * 4
 
     def forbidden(*_, **__):
         pytest.fail("called")
@@ -84,8 +85,9 @@ def test_after_warmup_a_call_does_nothing_but_launch(device, monkeypatch):
     for seq_len in (1, 511, 512, 513, 1024):
         q, k = inputs(device, seq_len)
         assert_scores(qk_score(q, k), q, k)
-    q, k = make_inputs(3, 1, 1, 700, 16, torch.float32, device)
-    assert_scores(qk_score(q, k), q, k)
+    for batch in (3, 16, 17):
+        q, k = make_inputs(batch, 1, 1, 700, 16, torch.float32, device)
+        assert_scores(qk_score(q, k), q, k)
     scores = qk_score(q, k.transpose(1, 2), layout="HND")
     assert_scores(scores, q, k)
 
@@ -238,16 +240,16 @@ def test_warmup_is_for_a_variant(device):
     warmup(**shape(aligned=False, max_seq_len=1), device=place(device))
     warmup(**shape(head_dim=17, max_seq_len=1), device=place(device))  # rows of 68 bytes
     alone = [slot.variant for slot in ready.binaries if slot.variant.group == 1]
-    assert [(variant.head_dim, variant.aligned) for variant in alone] == [(16, False), (17, False)]
+    assert [(variant.head_dim, variant.aligned) for variant in alone] == [(16, False)] * 2 + [(17, False)] * 2
 
 
 @needs_kernels
 def test_warmup_in_strict_mode_says_what_is_missing(device, monkeypatch):
     monkeypatch.setenv("TUNEDQK_MODE", "strict")
     store(device)
-    with pytest.raises(MissingConfigError, match="seq_len 1024"):
+    with pytest.raises(MissingConfigError, match="seq_len 512, 64 sequences"):
         warmup(**shape(), device=place(device))
-    assert [slot.seq_len for slot in ready.binaries] == [512]
+    assert [(slot.seq_len, slot.sequences) for slot in ready.binaries] == [(512, 8)]
 
 
 @needs_kernels
@@ -259,7 +261,7 @@ def test_warmup_twice_does_nothing(device, monkeypatch):
 
 def test_where_torch_computes_there_is_nothing_to_warm_up(monkeypatch):
     monkeypatch.setattr(serving, "interpreting", lambda: False)
-    assert [explanation.action for explanation in warmup(**shape(), device="cpu")] == ["torch"] * 2
+    assert [explanation.action for explanation in warmup(**shape(), device="cpu")] == ["torch"] * 4
     assert ready.binaries == {}
 
 

@@ -28,7 +28,7 @@ from tunedqk.errors import CompilerCrashedError, NoAcceptedConfigError, Rejected
 from tunedqk.tensors import Tensors
 from tunedqk.timing import Sample
 from tunedqk.validate import Validator
-from tunedqk.workload import TimedShape, Workload
+from tunedqk.workload import BATCHES, TimedShape, Workload
 
 KEY = tuning_key(1, 16, "float32", 1)
 
@@ -473,6 +473,11 @@ def test_timings_are_of_the_largest_shape_with_their_slowdown():
     assert (timings[A].worst_slowdown, timings[B].worst_slowdown) == (1.3, 2.0)
     assert timings[A].bytes == SHAPE.bytes == 4 * (4 + 64 + 4)
     assert [shape.median_us for shape in timings[A].shapes] == [10.0, 130.0]
+    shapes = [SHAPE._replace(same_out=True), SHAPE]
+    assert [shape.same_out for shape in tune._timings(KEY, samples_of(a=[1.0, 2.0]), shapes, None)[A].shapes] == [
+        True,
+        False,
+    ]
 
 
 def test_the_share_of_the_floor_is_none_without_a_floor():
@@ -581,20 +586,36 @@ def test_tuning_declines_when_little_memory_is_free(make_door, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("free", "batches"),
+    ("sequences", "free", "batches"),
     [
-        pytest.param(48 << 20, [1], id="48 MiB free"),
-        pytest.param(400 << 20, [1, 8], id="400 MiB free"),
-        pytest.param(16 << 30, [1, 8, 64], id="16 GiB free"),
+        pytest.param(8, 48 << 20, [1], id="a request, 48 MiB free"),
+        pytest.param(8, 16 << 30, [1], id="a request, 16 GiB free"),
+        pytest.param(64, 48 << 20, [1], id="a batch, 48 MiB free"),
+        pytest.param(64, 200 << 20, [4], id="a batch, 200 MiB free"),
+        pytest.param(64, 400 << 20, [8], id="a batch, 400 MiB free"),
+        pytest.param(64, 16 << 30, [8, 64], id="a batch, 16 GiB free"),
     ],
 )
-def test_the_workload_shrinks_to_what_is_free(device, monkeypatch, free, batches):
+def test_the_workload_shrinks_to_what_is_free(device, monkeypatch, sequences, free, batches):
     key = tuning_key(8192, 128, "bfloat16", 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, free))
     before = torch.cuda.memory_allocated()
-    work = Workload(torch.device(device), tune.tuned_variant(key), key.seq_len)
-    assert [shape.batch for shape in work.shapes] == batches
+    work = Workload(torch.device(device), tune.tuned_variant(key), key.seq_len, BATCHES[sequences])
+    assert sorted({shape.batch for shape in work.shapes}) == batches
     assert torch.cuda.memory_allocated() - before <= free
+
+
+@pytest.mark.gpu
+def test_outputs_are_one_and_rotate_through_the_l2_cache(device):
+    variant = tune.tuned_variant(tuning_key(8192, 128, "bfloat16", 4))
+    same, rotated = Workload(torch.device(device), variant, 8192, (8,)).shapes
+    assert (same.same_out, rotated.same_out) == (True, False)
+    assert len({out.data_ptr() for out in same.out}) == 1
+    outputs = {out.data_ptr(): out.nbytes for out in rotated.out}
+    assert sum(outputs.values()) >= torch.cuda.get_device_properties(device).L2_cache_size
+    # Else they are timed on the same keys, as often.
+    assert [x.data_ptr() for x in same.k] == [x.data_ptr() for x in rotated.k]
+    assert len(same.launches(launch.build(torch.device(device), variant, A))) == len(rotated.out)
 
 
 @pytest.mark.gpu
