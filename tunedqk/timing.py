@@ -2,7 +2,8 @@
 
 A kernel is launched over input sets that together exceed the L2 cache several times, from one CUDA graph, so that
 neither warm lines nor the host's launch time count. (Flushing L2 by writing to a buffer leaves dirty lines that the
-next kernel pays for.) Competitors are replayed in turns, so that clocks and neighbours change for all of them alike.
+next kernel pays for.) Competitors are replayed in turns, so that clocks and neighbours change for all of them alike,
+and without a pause: an idle GPU takes the time at once, and then waits for the graph.
 """
 
 from __future__ import annotations
@@ -44,8 +45,6 @@ class Replay:
     def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
         self.launches = len(calls)
         self.graph = torch.cuda.CUDAGraph()
-        self._start = torch.cuda.Event(enable_timing=True)
-        self._end = torch.cuda.Event(enable_timing=True)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -55,30 +54,27 @@ class Replay:
                     call()
         torch.cuda.current_stream().wait_stream(stream)
 
-    def enqueue(self) -> None:
-        """Replay once between two events."""
-        self._start.record()
+    def enqueue(self) -> Callable[[], float]:
+        """Replay once. What is returned waits for it, and gives the microseconds that a launch took."""
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
         self.graph.replay()
-        self._end.record()
+        end.record()
 
-    def elapsed(self) -> float:
-        """Microseconds a launch took in the last replay; waits for it."""
-        self._end.synchronize()
-        milliseconds: float = self._start.elapsed_time(self._end)
-        return milliseconds * 1000.0 / self.launches
+        def elapsed() -> float:
+            end.synchronize()
+            milliseconds: float = start.elapsed_time(end)
+            return milliseconds * 1000.0 / self.launches
+
+        return elapsed
 
 
 def interleave(replays: Sequence[Replay], rounds: int, warmup: int = 2) -> list[Sample]:
     """Time the graphs in turns: `rounds` replays of each, after `warmup` rounds that do not count."""
-    times: list[list[float]] = [[] for _ in replays]
-    for round_ in range(warmup + rounds):
-        for replay in replays:
-            replay.enqueue()
-        for slot, replay in zip(times, replays, strict=True):
-            elapsed = replay.elapsed()
-            if round_ >= warmup:
-                slot.append(elapsed)
-    return [summarise(slot) for slot in times]
+    # All are enqueued before the first is waited for. Were there a wait in each round, the first graph would seem up
+    # to a quarter slower than it is: its clock would start on an idle GPU, before the host has launched it.
+    taken = [[replay.enqueue() for replay in replays] for _ in range(warmup + rounds)]
+    return [summarise([elapsed() for elapsed in of_replay[warmup:]]) for of_replay in zip(*taken, strict=True)]
 
 
 class ScreenTimer:
@@ -105,6 +101,5 @@ class ScreenTimer:
         """Keep a GPU busy that was idle, and is a tenth slower for a while: not only for who happens to be first."""
         end = time.perf_counter() + SETTLE_SECONDS
         while time.perf_counter() < end:
-            replay.enqueue()
-            replay.elapsed()
+            replay.enqueue()()
         self._settled = True
