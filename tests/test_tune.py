@@ -26,7 +26,7 @@ from tunedqk.config import KernelConfig, search_space, tuning_key
 from tunedqk.device import interpreting, toolchain
 from tunedqk.errors import CompilerCrashedError, NoAcceptedConfigError, RejectedConfigError, TuningDeclinedError
 from tunedqk.tensors import Tensors
-from tunedqk.timing import Sample
+from tunedqk.timing import Sample, rotation
 from tunedqk.validate import Validator
 from tunedqk.workload import BATCHES, TimedShape, Workload
 
@@ -616,6 +616,16 @@ def test_outputs_are_one_and_rotate_through_the_l2_cache(device):
     # Else they are timed on the same keys, as often.
     assert [x.data_ptr() for x in same.k] == [x.data_ptr() for x in rotated.k]
     assert len(same.launches(launch.build(torch.device(device), variant, A))) == len(rotated.out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seq_len", [512, 2048])
+def test_a_small_shape_is_launched_no_more_often_than_its_keys_need(device, seq_len):
+    variant = tune.tuned_variant(tuning_key(seq_len, 64, "bfloat16", 1))
+    for shape in Workload(torch.device(device), variant, seq_len, (1,)).shapes:
+        binary = launch.build(torch.device(device), variant, A)
+        keys = rotation(shape.k[0].nbytes, torch.device(device))
+        assert len(shape.calls(binary)) <= max(keys, 500)
 
 
 @pytest.mark.gpu

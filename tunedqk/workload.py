@@ -27,6 +27,12 @@ OUTPUT_SHARE = 0.1  # of what is free, for each shape's outputs
 REPLAY_US = 400.0  # a replay is made about this long, so that its events' own cost vanishes
 MAX_REPLAY_US = 1000.0
 ASSUMED_BANDWIDTH = 3e6  # bytes a microsecond, to size a replay
+LEAST_US = 2.0  # that a launch takes, however little it moves
+
+
+def _about_us(moved: int) -> float:
+    """Microseconds of a launch that moves so many bytes, about."""
+    return max(moved / ASSUMED_BANDWIDTH, LEAST_US)
 
 
 class TimedShape(NamedTuple):
@@ -57,7 +63,7 @@ class TimedShape(NamedTuple):
     @property
     def passes(self) -> int:
         """How often a replay goes through the sets."""
-        return max(1, round(REPLAY_US * ASSUMED_BANDWIDTH / (self.bytes * len(self.tensors))))
+        return max(1, round(REPLAY_US / (_about_us(self.bytes) * len(self.tensors))))
 
     def launches(self, binary: Binary) -> list[Callable[[], None]]:
         """One launch of the binary per set."""
@@ -136,7 +142,7 @@ class Workload:
         q_heads = self.kv_heads * variant.group
         keys = [self._pool[i * size : (i + 1) * size].view(shape) for i in range(sets)]
         out_bytes = batch * q_heads * self.seq_len * variant.out_dtype.itemsize
-        most = self._replay_us * ASSUMED_BANDWIDTH / (keys[0].nbytes + out_bytes)
+        most = self._replay_us / _about_us(keys[0].nbytes + out_bytes)
         outputs = [
             torch.empty(batch, q_heads, self.seq_len, dtype=variant.out_dtype, device=self.device)
             for _ in range(max(1, math.ceil(min(most, self._output_bytes / out_bytes))))
