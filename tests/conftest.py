@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections import Counter
 
 import pytest
 import torch
+from filelock import FileLock
 
 # Triton reads the variable while it is imported: after torch, before triton. An explicit choice is respected.
 if not torch.cuda.is_available():
@@ -22,6 +24,7 @@ from tunedqk.db import TuningDB
 
 INTERPRETED = device_module.interpreting()
 ON_GPU = torch.cuda.is_available() and not INTERPRETED
+MEMORY_SHARE = offsets.MEMORY_SHARE
 
 
 def pytest_configure(config):
@@ -75,8 +78,22 @@ def _memory_for_everybody():
     """Workers of pytest-xdist share a GPU, on which each would take 17 GiB to check offsets."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offsets, "MEMORY_SHARE", offsets.MEMORY_SHARE / workers)
+        patch.setattr(offsets, "MEMORY_SHARE", MEMORY_SHARE / workers)
         yield
+
+
+@pytest.fixture
+def much_memory(tmp_path_factory):
+    """For tests that are about those offsets: one worker at a time may take what one process alone would."""
+    with (
+        FileLock(tmp_path_factory.getbasetemp().parent / "much-memory.lock"),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(offsets, "MEMORY_SHARE", MEMORY_SHARE)
+        yield
+        gc.collect()
+        if ON_GPU:
+            torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)

@@ -243,16 +243,17 @@ def test_a_receipt_says_what_was_not_checked(make_door, monkeypatch, dtype):
 # --- The real limit ---
 
 
-def enough_memory():
+@pytest.fixture
+def _enough_memory(much_memory):
     need = 1.05 * 4 * (2 * offsets.OFFSET_LIMIT + offsets.OFFSET_LIMIT // offsets.PARTS + offsets.ROOM)
     if offsets.available_memory(torch.device("cuda")) * offsets.MEMORY_SHARE < need:
         pytest.skip("too little memory is free")
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("_enough_memory")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_product_passes_2_to_31(device, variant):
-    enough_memory()
     target = torch.device(device)
     validator = Validator(target, variant)
     for config in (SMALL, KernelConfig(128, 64, num_warps=4)):
@@ -262,16 +263,16 @@ def test_the_product_passes_2_to_31(device, variant):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("_enough_memory")
 @pytest.mark.parametrize("offset", OFFSETS, ids=lambda offset: offset.name)
 def test_an_offset_of_32_bits_shows_in_its_trial_alone(device, offset):
-    enough_memory()
     check = OffsetCheck(torch.device(device), offset.variant)
     assert shown(check, build_mutant(offset.variant, SMALL, offset_mutant(offset, 32).edits)) == list(offset.places)
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("_enough_memory")
 def test_the_verdict_names_the_offset(device):
-    enough_memory()
     fault = offset_mutant(OFFSETS[0], 32)
     validator = Validator(torch.device(device), fault.variant)
     verdict = validator.check(build_mutant(fault.variant, SMALL, fault.edits))
@@ -301,8 +302,8 @@ def test_little_free_memory_is_no_fault(device, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("_enough_memory")
 def test_candidates_share_the_block_and_it_is_given_back(device):
-    enough_memory()
     target = torch.device(device)
     validator = Validator(target, variant_of())
     binary = launch.build(target, variant_of(), SMALL)

@@ -450,7 +450,7 @@ def test_more_than_65535(batch, heads, seq_len, device):
 
 
 @pytest.fixture
-def far_apart(device):
+def far_apart(device, much_memory):
     """8 GiB of bf16. Views start in its middle: an offset that wraps gives wrong values, not a crash."""
     elements = 2**32 + 2**20
     free, _ = torch.cuda.mem_get_info()
