@@ -31,7 +31,7 @@ LAYERS = (
         "launch", "arrangement", "inputs", "offsets", "validate", "accept", "arguments", "call", "dense", "timing",
         "floor", "workload",
     },
-    {"builder", "tune"},
+    {"builder", "choice", "tune"},
     {"resolve", "ready", "compute", "sharding", "op", "score", "serving", "pretune", "isolation"},
     {"report", "cli"},
 )  # fmt: skip

@@ -557,7 +557,9 @@ def test_times_that_are_none_are_an_error_and_nothing_is_stored(device, few, mon
     """Triton's Autotuner lets the first config win."""
     none = Sample(time, time, time)
     monkeypatch.setattr(tune.ScreenTimer, "__call__", lambda *_: none)
-    monkeypatch.setattr(tune, "_compare", lambda finalists, work, *_: {c: [none] * len(work.shapes) for c in finalists})
+    monkeypatch.setattr(
+        tune, "_compare", lambda finalists, _, shapes, *__: {c: [none] * len(shapes) for c in finalists}
+    )
     with pytest.raises(NoAcceptedConfigError, match="finite"):
         call(device)
     assert TuningDB(identity_of(target_of(device)), None, ()).entries() == []

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import math
 import threading
 import weakref
 from collections import Counter
-from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
@@ -24,7 +23,7 @@ from tunedqk.accept import Door
 from tunedqk.compile_pool import CompilePool
 from tunedqk.config import KernelConfig, search_space, tuning_key
 from tunedqk.device import interpreting, toolchain
-from tunedqk.errors import CompilerCrashedError, NoAcceptedConfigError, RejectedConfigError, TuningDeclinedError
+from tunedqk.errors import CompilerCrashedError, NoAcceptedConfigError, TuningDeclinedError
 from tunedqk.tensors import Tensors
 from tunedqk.timing import Sample, rotation
 from tunedqk.validate import Validator
@@ -85,7 +84,7 @@ def compiled_elsewhere(monkeypatch):
 def ranked(few, monkeypatch):
     """The candidates' order after timing: as they are listed."""
     rank = {config: float(1 + place) for place, config in enumerate(few)}
-    timings = tune._timings
+    timings = tune.timings_of
 
     def ranked_timings(*arguments):
         return {
@@ -93,7 +92,7 @@ def ranked(few, monkeypatch):
             for config, timing in timings(*arguments).items()
         }
 
-    monkeypatch.setattr(tune, "_timings", ranked_timings)
+    monkeypatch.setattr(tune, "timings_of", ranked_timings)
 
 
 def spoil(monkeypatch, *configs):
@@ -380,67 +379,10 @@ def test_the_search_stops_when_no_finalist_has_a_right_twin(make_door, few, monk
         tune.tune(key, make_door())
 
 
-# --- What wins ---
+# --- Finalists ---
 
 A, B, C = (KernelConfig(chunk, chunk, num_warps=4) for chunk in (64, 128, 256))
 SHAPE = TimedShape(1, 8, [Tensors(torch.empty(4), torch.empty(64))], [torch.empty(4)])
-
-
-class StubDoor:
-    """Accepts all but some configs."""
-
-    def __init__(self, *rejected):
-        self.rejected = rejected
-        self.asked = []
-
-    def accept(self, _variant, config, _seq_len):
-        self.asked.append(config)
-        if config in self.rejected:
-            raise RejectedConfigError("no", validate.WRONG_RESULT)
-
-
-def samples_of(**medians):
-    names = {"a": A, "b": B, "c": C}
-    return {names[name]: [Sample(m, 0.9 * m, 1.1 * m) for m in values] for name, values in medians.items()}
-
-
-def winner_of(samples, incumbent=None, door=None):
-    shapes = [SHAPE] * len(next(iter(samples.values())))
-    timings = tune._timings(KEY, samples, shapes, None)
-    twins = dict.fromkeys(timings, Future())
-    next(iter(twins.values())).set_result(None)
-    return tune._first_that_holds(KEY, door or StubDoor(), timings, twins, tune.Counter(), incumbent)
-
-
-def test_the_least_worst_slowdown_wins():
-    # a is fastest on one batch size, b on the other; c is never far off.
-    assert winner_of(samples_of(a=[10.0, 130.0], b=[14.0, 100.0], c=[10.5, 105.0])) == C
-
-
-@pytest.mark.parametrize(
-    ("incumbent_time", "stays"),
-    [
-        pytest.param(10.0, True, id="as fast"),
-        pytest.param(10.04, True, id="0.4 % slower"),
-        pytest.param(10.1, False, id="1 % slower"),
-    ],
-)
-def test_a_tie_goes_to_the_incumbent(incumbent_time, stays):
-    samples = samples_of(a=[10.0], b=[incumbent_time], c=[12.0])
-    assert winner_of(samples) == A
-    assert winner_of(samples, incumbent=B) == (B if stays else A)
-    assert winner_of(samples, incumbent=KernelConfig(16, 16, 1)) == A  # one that is not in the running
-
-
-def test_the_next_best_wins_when_the_best_fails_its_validation():
-    door = StubDoor(A)
-    assert winner_of(samples_of(a=[10.0], b=[11.0], c=[12.0]), incumbent=A, door=door) == B
-    assert door.asked == [A, B]
-
-
-def test_no_finalist_that_holds_is_an_error():
-    with pytest.raises(NoAcceptedConfigError, match="wrong result"):
-        winner_of(samples_of(a=[10.0], b=[11.0]), door=StubDoor(A, B))
 
 
 def test_the_incumbent_is_a_finalist_however_slow_its_screening(device, make_door, monkeypatch):
@@ -456,53 +398,78 @@ def test_the_incumbent_is_a_finalist_however_slow_its_screening(device, make_doo
     assert list(screening.fastest(None)) == [C]
 
 
+def test_finalists_have_to_be_right_for_ragged_requests_too(device, make_door, monkeypatch):
+    door, rejected = make_door(), tune.Counter()
+    variant = tune.tuned_variant(KEY)
+    finalists = {config: launch.build(torch.device(device), variant, config) for config in (A, B)}
+    screen = Door.screen
+
+    def strict(self, binary, seq_len):
+        verdict = screen(self, binary, seq_len)
+        return verdict._replace(verdict=validate.WRONG_RESULT) if binary.config == A else verdict
+
+    monkeypatch.setattr(Door, "screen", strict)
+    with contextlib.closing(builder.Builder(door, [])) as own:
+        ragged = tune._as_ragged(KEY, finalists, own, door, rejected)
+        assert {config: binary.variant for config, binary in ragged.items()} == {
+            B: variant._replace(seq_lens=torch.int32)
+        }
+        assert rejected == {validate.WRONG_RESULT: 1}
+        with pytest.raises(NoAcceptedConfigError, match="wrong result"):
+            tune._as_ragged(KEY, {A: finalists[A]}, own, door, rejected)
+        # Where all calls are ragged, the candidates were.
+        paged = tuning_key(1, 16, "float32", 1, page_size=16)
+        assert tune._as_ragged(paged, {}, own, door, rejected) == {}
+    door.release()
+
+
+def test_ragged_shapes_have_spread_lengths_and_else_the_same_tensors(device):
+    variant = tune.tuned_variant(KEY)
+    work = Workload(torch.device(device), variant, 512, BATCHES[64])
+    same = [shape for shape in work.shapes if shape.same_out]
+    for shape, ragged in zip(same, work.ragged_shapes(), strict=True):
+        assert ragged.ragged
+        assert not shape.ragged
+        assert ragged.out is shape.out
+        for tensors, plain in zip(ragged.tensors, shape.tensors, strict=True):
+            assert tensors.seq_lens.tolist() == [512 * (b + 1) // shape.batch for b in range(shape.batch)]
+            assert tensors._replace(seq_lens=None) is not plain
+            assert tensors.k is plain.k
+            assert plain.seq_lens is None
+
+
+def test_only_who_is_right_for_ragged_shapes_is_compared(monkeypatch):
+    timed = []
+
+    class Shape:
+        def __init__(self, ragged):
+            self.ragged = ragged
+
+        def replay(self, binary):
+            timed.append(binary)
+            return binary
+
+    class Door:
+        def launching(self, *_):
+            return contextlib.nullcontext()
+
+    monkeypatch.setattr(tune, "interleave", lambda replays, _: [Sample(1.0, 1.0, 1.0)] * len(replays))
+    samples = tune._compare({A: "a", B: "b"}, {B: "ragged b"}, [Shape(True), Shape(False)], Door())
+    assert timed == ["ragged b", "b"]
+    assert samples == {B: [Sample(1.0, 1.0, 1.0)] * 2}
+    timed.clear()
+    tune._compare({A: "a", B: "b"}, {}, [Shape(False)], Door())
+    assert timed == ["a", "b"]
+
+
 def test_an_incumbent_stays_through_a_whole_tuning(make_door, few, monkeypatch):
     same = Sample(10.0, 10.0, 10.0)
     monkeypatch.setattr(tune.ScreenTimer, "__call__", lambda *_: same)
-    monkeypatch.setattr(tune, "_compare", lambda finalists, work, _: {c: [same] * len(work.shapes) for c in finalists})
+    monkeypatch.setattr(
+        tune, "_compare", lambda finalists, _, shapes, *__: {c: [same] * len(shapes) for c in finalists}
+    )
     assert tune.tune(KEY, make_door(), incumbent=few[2]).config == few[2]
     assert tune.tune(KEY, make_door(), incumbent=few[0]).config == few[0]
-
-
-# --- Timings ---
-
-
-def test_timings_are_of_the_largest_shape_with_their_slowdown():
-    timings = tune._timings(KEY, samples_of(a=[10.0, 130.0], b=[20.0, 100.0]), [SHAPE, SHAPE], None)
-    assert (timings[A].median_us, timings[A].p20_us, timings[A].p80_us) == (130.0, 117.0, 143.0)
-    assert (timings[A].worst_slowdown, timings[B].worst_slowdown) == (1.3, 2.0)
-    assert timings[A].bytes == SHAPE.bytes == 4 * (4 + 64 + 4)
-    assert [shape.median_us for shape in timings[A].shapes] == [10.0, 130.0]
-    shapes = [SHAPE._replace(same_out=True), SHAPE]
-    assert [shape.same_out for shape in tune._timings(KEY, samples_of(a=[1.0, 2.0]), shapes, None)[A].shapes] == [
-        True,
-        False,
-    ]
-
-
-def test_the_share_of_the_floor_is_none_without_a_floor():
-    asked = []
-
-    def floor_us(shape):
-        asked.append(shape)
-        return 8.0
-
-    assert tune._timings(KEY, samples_of(a=[10.0, 100.0]), [SHAPE, SHAPE], None)[A].floor_share is None
-    largest = SHAPE._replace(batch=8)
-    assert tune._timings(KEY, samples_of(a=[10.0, 100.0]), [SHAPE, largest], floor_us)[A].floor_share == 0.08
-    assert asked == [largest]
-
-
-@pytest.mark.parametrize("time", [pytest.param(math.inf, id="inf"), pytest.param(math.nan, id="nan")])
-def test_times_that_are_none_are_an_error_not_a_winner(time):
-    # Triton's Autotuner lets the first config win.
-    with pytest.raises(NoAcceptedConfigError, match="finite"):
-        winner_of(samples_of(a=[time], b=[time]))
-
-
-def test_who_has_no_time_loses():
-    assert winner_of(samples_of(a=[10.0, math.inf], b=[30.0, 40.0])) == B
-    assert winner_of(samples_of(a=[math.nan, 10.0], b=[30.0, 40.0], c=[31.0, 41.0])) == B
 
 
 def test_an_entry_has_the_share_of_the_floor(make_door, few):
@@ -527,7 +494,7 @@ ENDINGS = [
     pytest.param(accept, "build", NoAcceptedConfigError, id="no accepted config"),
     pytest.param(Validator, "check", Cut, id="an error while validating"),
     pytest.param(tune.ScreenTimer, "__call__", Cut, id="an error while timing"),
-    pytest.param(tune, "_timings", Cut, id="an error after timing"),
+    pytest.param(tune, "timings_of", Cut, id="an error after timing"),
 ]
 
 

@@ -16,12 +16,16 @@ SCHEMA: Literal[1] = 1
 
 
 class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One timed problem size. same_out: whether every launch wrote the same output, which then stays in L2."""
+    """One timed problem size.
+
+    same_out: whether every launch wrote the same output, which then stays in L2. ragged: whether lengths were spread.
+    """
 
     batch: int
     kv_heads: int
     median_us: float
     same_out: bool = False
+    ragged: bool = False
 
 
 class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

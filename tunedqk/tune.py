@@ -8,8 +8,6 @@ comparing in turns and over several batch sizes, follows from our own records.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +16,13 @@ import triton
 
 from tunedqk.accept import float32_twin, now
 from tunedqk.builder import Builder
+from tunedqk.choice import NONE_IS_RIGHT, Samples, first_that_holds, timings_of
 from tunedqk.config import KernelConfig, TuningKey, fits_shared_memory, search_space
 from tunedqk.device import interpreting, toolchain
-from tunedqk.errors import NoAcceptedConfigError, RejectedConfigError
+from tunedqk.errors import NoAcceptedConfigError
 from tunedqk.kernels.vectorized import qk_score_kernel
 from tunedqk.launch import Binary, forget, programs
-from tunedqk.records import Entry, Shape, Timing
+from tunedqk.records import Entry
 from tunedqk.tensors import FP8_NAMES, TORCH_DTYPES
 from tunedqk.timing import Sample, ScreenTimer, interleave
 from tunedqk.variant import Variant, geometry, shape_constexprs, triton_config
@@ -37,11 +36,6 @@ if TYPE_CHECKING:
 
 FINALISTS = 6
 ROUNDS = 5
-_NONE_IS_RIGHT = (
-    "{}: no {} agreed with the loop kernel ({}; the first: {}). No winner is stored. Report this, and try another "
-    "release of Triton"
-)
-TIE = 1.005  # within this of the best, the incumbent stays
 
 
 def tuned_variant(key: TuningKey) -> Variant:
@@ -54,6 +48,11 @@ def tuned_variant(key: TuningKey) -> Variant:
         key.head_dim, group=key.rows, dtype=dtype, out_dtype=dtype, aligned=True, fp8=fp8,
         seq_lens=index, block_table=index, page_size=key.page_size,
     )  # fmt: skip
+
+
+def ragged_form(variant: Variant) -> Variant:
+    """The variant of calls with the same key whose requests differ in length; the same where it is one already."""
+    return variant if variant.ragged else variant._replace(seq_lens=torch.int32)
 
 
 def candidates(key: TuningKey, device: torch.device) -> list[KernelConfig]:
@@ -99,19 +98,49 @@ def _search(
     floor_us: Callable[[TimedShape], float] | None,
 ) -> Entry:
     variant = tuned_variant(key)
-    forget(door.device, but=(variant, float32_twin(variant)))  # the next length of a shape has the same binaries
+    # The next length of a shape has the same binaries.
+    forget(door.device, but=(variant, float32_twin(variant), ragged_form(variant)))
     # Compiling takes longest: it runs while tensors are made, and while what is ready is validated.
     with contextlib.closing(Builder(door, [(variant, config) for config in configs])) as builder:
         builds = {config: builder.submit(variant, config) for config in configs}
         workload = Workload(door.device, variant, key.seq_len, BATCHES[key.sequences])
         screening = _Screening(key, door, workload.screening, builds)
         screening.run()
-        finalists = screening.fastest(incumbent)
+        finalists, rejected = screening.fastest(incumbent), screening.rejected
         twins = {config: builder.submit(float32_twin(variant), config) for config in finalists}
-        samples = _screened(screening, finalists) if interpreting() else _compare(finalists, workload, door)
-        timings = _timings(key, samples, workload.shapes, floor_us)
-        winner = _first_that_holds(key, door, timings, twins, screening.rejected, incumbent)
-    return Entry(key, winner, timings[winner], dict(screening.rejected), toolchain(), now())
+        if interpreting():  # the screening is all there is: its times say nothing about a GPU
+            samples, shapes = _screened(screening, finalists), workload.shapes
+        else:
+            ragged = _as_ragged(key, finalists, builder, door, rejected)
+            shapes = [*workload.ragged_shapes(), *workload.shapes] if ragged else workload.shapes
+            samples = _compare(finalists, ragged, shapes, door)
+        timings = timings_of(key, samples, shapes, floor_us)
+        winner = first_that_holds(key, variant, door, timings, twins, rejected, incumbent)
+    return Entry(key, winner, timings[winner], dict(rejected), toolchain(), now())
+
+
+def _admitted(
+    key: TuningKey,
+    variant: Variant,
+    builds: dict[KernelConfig, Future[Built]],
+    door: Door,
+    rejected: Counter[str],
+) -> dict[KernelConfig, Binary]:
+    """The door: the binaries that are right, each validated as soon as it is compiled."""
+    # Made while the first are being compiled.
+    door.prepare(variant, key.seq_len, capacity=max(config.CHUNK_SIZE for config in builds))
+    accepted, first = {}, ""
+    for config, build in builds.items():
+        binary, compiled = build.result()
+        verdict = compiled if binary is None else door.screen(binary, key.seq_len)
+        if binary is not None and verdict.correct:
+            accepted[config] = binary
+        else:
+            rejected[verdict.verdict] += 1
+            first = first or f"config ({config}): {verdict.what}"
+    if not accepted:
+        raise NoAcceptedConfigError(NONE_IS_RIGHT.format(key, "candidate", dict(rejected), first))
+    return accepted
 
 
 class _Screening:
@@ -166,20 +195,7 @@ class _Screening:
         tuned[grid](q, k, out, *others, 1.0, 0.0, *sizes, **shape_constexprs(self.variant))
 
     def _admit(self) -> None:
-        """The door: validate each candidate as soon as it is compiled."""
-        # Made while the first candidates are being compiled.
-        self.door.prepare(self.variant, self.key.seq_len, capacity=max(config.CHUNK_SIZE for config in self.builds))
-        first = ""
-        for config, build in self.builds.items():
-            binary, compiled = build.result()
-            verdict = compiled if binary is None else self.door.screen(binary, self.key.seq_len)
-            if binary is not None and verdict.correct:
-                self.accepted[config] = binary
-            else:
-                self.rejected[verdict.verdict] += 1
-                first = first or f"config ({config}): {verdict.what}"
-        if not self.accepted:
-            raise NoAcceptedConfigError(_NONE_IS_RIGHT.format(self.key, "candidate", dict(self.rejected), first))
+        self.accepted = _admitted(self.key, self.variant, self.builds, self.door, self.rejected)
 
     def fastest(self, incumbent: KernelConfig | None) -> dict[KernelConfig, Binary]:
         """The finalists: the fastest of the screening, and the incumbent. A config that was not timed goes first."""
@@ -190,78 +206,37 @@ class _Screening:
         return {config: self.accepted[config] for config in chosen}
 
 
-_Samples = dict[KernelConfig, list[Sample]]  # one sample per shape
+def _as_ragged(
+    key: TuningKey, finalists: dict[KernelConfig, Binary], builder: Builder, door: Door, rejected: Counter[str]
+) -> dict[KernelConfig, Binary]:
+    """Binaries of the finalists for requests that differ in length; none for a key whose calls all do.
+
+    The loop over chunks takes registers, so that a config that is among the fastest without it can lose a tenth.
+    """
+    form = ragged_form(tuned_variant(key))
+    if form == tuned_variant(key):
+        return {}
+    return _admitted(key, form, {config: builder.submit(form, config) for config in finalists}, door, rejected)
 
 
-def _compare(finalists: dict[KernelConfig, Binary], workload: Workload, door: Door) -> _Samples:
-    """Time the finalists in turns, on each shape of the workload."""
-    samples: _Samples = {config: [] for config in finalists}
-    with door.launching(*finalists.values()):
-        for shape in workload.shapes:
-            replays = [shape.replay(binary) for binary in finalists.values()]
-            for config, sample in zip(finalists, interleave(replays, ROUNDS), strict=True):
+def _compare(
+    finalists: dict[KernelConfig, Binary],
+    ragged: dict[KernelConfig, Binary],
+    shapes: list[TimedShape],
+    door: Door,
+) -> Samples:
+    """Time the finalists in turns, on each shape. One that is not right for ragged shapes is none, if there are any."""
+    configs = [config for config in finalists if not ragged or config in ragged]
+    samples: Samples = {config: [] for config in configs}
+    with door.launching(*finalists.values(), *ragged.values()):
+        for shape in shapes:
+            binaries = ragged if shape.ragged else finalists
+            replays = [shape.replay(binaries[config]) for config in configs]
+            for config, sample in zip(configs, interleave(replays, ROUNDS), strict=True):
                 samples[config].append(sample)
     return samples
 
 
-def _screened(screening: _Screening, finalists: Iterable[KernelConfig]) -> _Samples:
-    """Under the interpreter the screening is all there is: its times say nothing about a GPU."""
+def _screened(screening: _Screening, finalists: Iterable[KernelConfig]) -> Samples:
     unknown = Sample(0.0, 0.0, 0.0)
     return {config: [screening.samples.get(config, unknown)] for config in finalists}
-
-
-def _timings(
-    key: TuningKey, samples: _Samples, shapes: list[TimedShape], floor_us: Callable[[TimedShape], float] | None
-) -> dict[KernelConfig, Timing]:
-    """Each config's record: the times of the largest shape, and the worst slowdown over all of them.
-
-    A time that is no number is none. If nobody has one it is an error: triton.autotune would let the first config win.
-    """
-    samples = {config: times for config, times in samples.items() if all(map(math.isfinite, itertools.chain(*times)))}
-    if not samples:
-        raise NoAcceptedConfigError(f"{key}: no time that was measured is finite, so nothing wins: is the GPU well?")
-    bests = [min(sample.median for sample in of_shape) for of_shape in zip(*samples.values(), strict=True)]
-    floor = floor_us(shapes[-1]) if floor_us else None
-    timings = {}
-    for config, of_config in samples.items():
-        largest = of_config[-1]
-        slowdowns = [sample.median / best if best else 1.0 for sample, best in zip(of_config, bests, strict=True)]
-        timings[config] = Timing(
-            median_us=round(largest.median, 3),
-            p20_us=round(largest.p20, 3),
-            p80_us=round(largest.p80, 3),
-            bytes=shapes[-1].bytes,
-            floor_share=None if floor is None else round(floor / largest.median, 4),
-            worst_slowdown=round(max(slowdowns), 4),
-            shapes=tuple(
-                Shape(shape.batch, shape.kv_heads, round(sample.median, 3), shape.same_out)
-                for shape, sample in zip(shapes, of_config, strict=True)
-            ),
-        )
-    return timings
-
-
-def _first_that_holds(
-    key: TuningKey,
-    door: Door,
-    timings: dict[KernelConfig, Timing],
-    twins: dict[KernelConfig, Future[Built]],
-    rejected: Counter[str],
-    incumbent: KernelConfig | None,
-) -> KernelConfig:
-    """The config with the least worst slowdown whose validation is complete; ties go to the incumbent."""
-    order = sorted(timings, key=lambda config: timings[config].worst_slowdown)
-    if incumbent in timings and timings[incumbent].worst_slowdown <= timings[order[0]].worst_slowdown * TIE:
-        order.remove(incumbent)
-        order.insert(0, incumbent)
-    first = ""
-    for config in order:
-        twins[config].result()  # the door would not know that it is being compiled, and compile it here
-        try:
-            door.accept(tuned_variant(key), config, key.seq_len)
-        except RejectedConfigError as error:
-            rejected[error.verdict] += 1
-            first = first or str(error)
-        else:
-            return config
-    raise NoAcceptedConfigError(_NONE_IS_RIGHT.format(key, "finalist with float32 output", dict(rejected), first))

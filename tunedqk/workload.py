@@ -49,6 +49,7 @@ class TimedShape(NamedTuple):
     tensors: list[Tensors]
     out: list[torch.Tensor]
     same_out: bool = False
+    ragged: bool = False
 
     @property
     def k(self) -> list[torch.Tensor]:
@@ -163,6 +164,15 @@ class Workload:
         if len(outputs) == 1:
             return [rotated._replace(same_out=True)]
         return [rotated._replace(out=outputs[:1] * launches, same_out=True), rotated]
+
+    def ragged_shapes(self) -> list[TimedShape]:
+        """Each batch size with one output, and with lengths that are spread evenly up to the bucket's."""
+        return [self._ragged(shape) for shape in self.shapes if shape.same_out]
+
+    def _ragged(self, shape: TimedShape) -> TimedShape:
+        steps = torch.arange(1, shape.batch + 1, dtype=torch.int32, device=self.device)
+        lens = (steps * self.seq_len).div_(shape.batch, rounding_mode="floor")
+        return shape._replace(tensors=[tensors._replace(seq_lens=lens) for tensors in shape.tensors], ragged=True)
 
     def _table(self, batch: int, blocks: int) -> torch.Tensor | None:
         """Blocks in random order, as in a pool that has been in use for a while."""
