@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tunedqk.accept import Door
-from tunedqk.config import BATCH, TuningKey, tuning_key
+from tunedqk.config import MANY_SEQUENCES, TuningKey, tuning_key
 from tunedqk.db import TuningDB
 from tunedqk.device import gpu_identity, toolchain
 from tunedqk.floor import compare_with_floors
@@ -72,7 +72,7 @@ SHAPES = (
     ("bfloat16", 128, 4, 1, 32768),
 )
 ROUNDS = 9
-TUNED_KEY = tuning_key(4096, 128, "bfloat16", 1, sequences=BATCH)
+TUNED_KEY = tuning_key(4096, 128, "bfloat16", 1, sequences=MANY_SEQUENCES)
 HOST_CALLS = 2000
 
 

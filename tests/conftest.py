@@ -65,7 +65,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_environment(tmp_path_factory):
-    """One cache directory for the whole run, so that a binary is validated once; no setting of the user's."""
+    """One cache directory for all tests of a process, so that a binary is validated once; no setting of the user's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TUNEDQK_CACHE_DIR", str(tmp_path_factory.mktemp("tunedqk-cache")))
         patch.delenv("TUNEDQK_DB_PATH", raising=False)

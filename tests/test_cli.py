@@ -83,7 +83,7 @@ def test_a_dry_run_says_what_would_happen_and_does_nothing(run, device, cache_di
     status, text = run(*TWO_KEYS, "--dry-run")
     assert status == 0
     assert f"2 of 2 keys to tune, into {db_of(device).path}" in text
-    assert "head_dim 16, float32, rows 1, seq_len 1024, 8 sequences: 2 configs" in text
+    assert "head_dim 16, float32, rows 1, seq_len 1024, up to 16 sequences: 2 configs" in text
     assert "4 configs in all. Nothing was tuned." in text
     assert not cache_dir.exists()
 
@@ -243,7 +243,9 @@ def test_show_lists_the_winners_of_every_file(run, device, tmp_path):
     assert status == 0
     assert "2 winners" in text
     assert str(path) in text.replace("\n", "")
-    assert "1024" in text
+    rows = [line.strip("│ ").split("│") for line in text.splitlines() if "float32" in line]
+    keys = [[cell.strip() for cell in row[:6]] for row in rows]
+    assert keys == [["16", "float32", "1", "-", seq_len, "up to 16"] for seq_len in ("512", "1024")]
     assert run("show")[0] == 0  # with what is shipped
 
 

@@ -128,13 +128,13 @@ def test_head_dim_dtype_and_page_size_are_exact():
 
 
 @pytest.mark.parametrize(("sequences", "bucket"), [(1, 8), (8, 8), (16, 8), (17, 64), (64, 64), (4096, 64)])
-def test_sequences_are_those_of_a_request_or_of_a_batch(sequences, bucket):
+def test_sequences_are_few_or_many(sequences, bucket):
     assert tuning_key(512, 128, "bfloat16", 1, sequences=sequences).sequences == bucket
 
 
 def test_a_key_names_all_that_it_is_made_of():
     key = tuning_key(512, 80, "float16", 4, page_size=16, sequences=64)
-    assert str(key) == "head_dim 80, float16, rows 4, seq_len 512, pages of 16, 64 sequences"
+    assert str(key) == "head_dim 80, float16, rows 4, seq_len 512, pages of 16, more than 16 sequences"
     assert key.command.split()[2:] == [
         "--head-dims", "80", "--dtypes", "float16", "--rows", "4", "--seq-lens", "512", "--sequences", "64",
         "--page-sizes", "16",

@@ -314,13 +314,13 @@ def test_nearest_bucket(tmp_path, stored, wanted, expected):
 
 
 @pytest.mark.parametrize("sequences", [8, 64])
-def test_of_each_length_the_nearest_is_of_as_many_sequences(tmp_path, sequences):
+def test_the_nearest_are_of_as_many_sequences(tmp_path, sequences):
     filled = make_db(tmp_path)
     filled.record([make_entry(make_key(seq_len, sequences=n)) for seq_len in (512, 1024, 2048) for n in (8, 64)])
     found = [one.entry.key for one in filled.nearest(make_key(1024, sequences=sequences))]
     other = 72 - sequences
     assert [(key.seq_len, key.sequences) for key in found] == [
-        (1024, other), (2048, sequences), (2048, other), (512, sequences), (512, other),
+        (2048, sequences), (512, sequences), (1024, other), (2048, other), (512, other),
     ]  # fmt: skip
 
 

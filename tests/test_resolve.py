@@ -284,7 +284,7 @@ def test_a_batch_has_a_winner_of_its_own_or_that_of_a_request(device, mode, capl
         assert_scores(qk_score(*tensors), *tensors)
     assert [(slot.sequences, binary.config) for slot, binary in ready.binaries.items()] == [(8, ODD), (64, ODD)]
     (warning,) = warnings_of(caplog)
-    assert "the winner of seq_len 512, 8 sequences" in warning
+    assert "the winner of seq_len 512, up to 16 sequences" in warning
     ready.binaries.clear()
     other = default_config(KEY, interpreted=interpreting())
     store(device, other, msgspec.structs.replace(KEY, sequences=64))

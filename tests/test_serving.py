@@ -17,6 +17,7 @@ from reference import assert_scores, make_inputs
 
 from tunedqk import accept, launch, ready, serving, tune
 from tunedqk.accept import Door
+from tunedqk.call import Slot
 from tunedqk.config import KernelConfig, tuning_key
 from tunedqk.db import TuningDB
 from tunedqk.device import identity_of, interpreting, toolchain
@@ -243,11 +244,56 @@ def test_warmup_is_for_a_variant(device):
     assert [(variant.head_dim, variant.aligned) for variant in alone] == [(16, False)] * 2 + [(17, False)] * 2
 
 
+def test_a_capture_takes_the_binary_of_the_nearest_key(monkeypatch):
+    variant = Variant(16, 1, torch.float32, torch.float32, aligned=True)
+    own = KernelConfig(64, 64, num_warps=4)
+
+    def slot(seq_len, sequences, config=None, of=variant):
+        return Slot(0, of, seq_len, sequences, config)
+
+    known = [
+        slot(512, 8), slot(4096, 64), slot(1024, 64, own), slot(512, 64), slot(2048, 8, of=variant._replace(group=2)),
+    ]  # fmt: skip
+    monkeypatch.setattr(ready, "binaries", {one: one for one in known})
+    assert ready._ready_for_capture(slot(1024, 64)) == slot(1024, 64, own)
+    assert ready._ready_for_capture(slot(2048, 64)) in (slot(4096, 64), slot(1024, 64, own))
+    assert ready._ready_for_capture(slot(4096, 8)) == slot(512, 8)
+    assert ready._ready_for_capture(slot(8192, 64)) == slot(4096, 64)
+    assert ready._ready_for_capture(slot(512, 8, own)) == slot(1024, 64, own)
+    with pytest.raises(CaptureError):
+        ready._ready_for_capture(slot(512, 8, of=variant._replace(group=4)))
+
+
+@pytest.mark.parametrize(("kv_heads", "sequences"), [(1, [8, 64]), (16, [8, 64]), (17, [64]), (32, [64])])
+def test_warmup_is_for_any_batch_that_these_heads_allow(monkeypatch, kv_heads, sequences):
+    monkeypatch.setattr(serving, "interpreting", lambda: False)
+    explanations = warmup(**shape(q_heads=kv_heads, kv_heads=kv_heads, max_seq_len=1), device="cpu")
+    assert [explanation.key.sequences for explanation in explanations] == sequences
+
+
+@pytest.mark.parametrize(
+    ("batch", "kv_heads", "group", "sequences"),
+    [(1, 8, 4, 8), (2, 8, 1, 8), (3, 8, 1, 64), (16, 1, 8, 8), (17, 1, 1, 64), (1, 17, 1, 64)],
+)
+@pytest.mark.parametrize("form", ["NHD", "HND", "paged"])
+def test_sequences_are_requests_times_kv_heads(device, batch, kv_heads, group, sequences, form):
+    q, k = make_inputs(batch, kv_heads * group, kv_heads, 40, 16, torch.float32, device)
+    if form == "NHD":
+        key = explain(q, k).key
+    elif form == "HND":
+        key = explain(q, k.transpose(1, 2), layout="HND").key
+    else:  # the pool's blocks are not requests
+        pool = torch.zeros(100, 16, kv_heads, 16, device=device)
+        table = torch.zeros(batch, 3, dtype=torch.int32, device=device)
+        key = explain(q, pool, block_table=table, seq_lens=torch.zeros(batch, dtype=torch.int32, device=device)).key
+    assert key.sequences == sequences
+
+
 @needs_kernels
 def test_warmup_in_strict_mode_says_what_is_missing(device, monkeypatch):
     monkeypatch.setenv("TUNEDQK_MODE", "strict")
     store(device)
-    with pytest.raises(MissingConfigError, match="seq_len 512, 64 sequences"):
+    with pytest.raises(MissingConfigError, match="seq_len 512, more than 16 sequences"):
         warmup(**shape(), device=place(device))
     assert [(slot.seq_len, slot.sequences) for slot in ready.binaries] == [(512, 8)]
 

@@ -27,7 +27,7 @@ from tunedqk.errors import CompilerCrashedError, NoAcceptedConfigError, TuningDe
 from tunedqk.tensors import Tensors
 from tunedqk.timing import Sample, rotation
 from tunedqk.validate import Validator
-from tunedqk.workload import BATCHES, TimedShape, Workload
+from tunedqk.workload import BATCHES, TimedShape, Workload, plan
 
 KEY = tuning_key(1, 16, "float32", 1)
 
@@ -423,6 +423,60 @@ def test_finalists_have_to_be_right_for_ragged_requests_too(device, make_door, m
     door.release()
 
 
+def test_a_key_is_timed_at_as_many_sequences_as_it_stands_for(make_door, few, monkeypatch):
+    asked = []
+
+    class Spy(Workload):
+        def __init__(self, device, variant, seq_len, batches):
+            asked.append((seq_len, batches))
+            super().__init__(device, variant, seq_len, batches)
+
+    monkeypatch.setattr(tune, "Workload", Spy)
+    for sequences in (8, 64):
+        tune.tune(msgspec.structs.replace(KEY, sequences=sequences), make_door())
+    assert asked == [(512, (1,)), (512, (8, 64))]
+
+
+def test_each_candidate_has_its_own_time(make_door, few, monkeypatch):
+    """The fastest by the clock is the first finalist, whichever it is."""
+    timed, calls = [], TimedShape.calls
+
+    def spy(self, binary):
+        timed.append(binary.config)
+        return calls(self, binary)
+
+    monkeypatch.setattr(TimedShape, "calls", spy)
+    monkeypatch.setattr(tune.ScreenTimer, "__call__", lambda *_: Sample(*[float(len(timed))] * 3))
+    screened = []
+    monkeypatch.setattr(tune._Screening, "fastest", lambda self, _: screened.append(self.samples) or self.accepted)
+    tune.tune(KEY, make_door())
+    assert timed[: len(few)] == few
+    assert {config: sample.median for config, sample in screened[0].items()} == dict(zip(few, (1, 2, 3), strict=True))
+
+
+L2 = 50 << 20
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("batches", "row", "limit", "room", "expected"),
+    [
+        pytest.param((1,), 16 * MIB, 1024 * MIB, 8192 * MIB, {1: 13}, id="one request: four times L2"),
+        pytest.param((1,), 16 * MIB, 64 * MIB, 8192 * MIB, {1: 4}, id="as many sets as fit"),
+        pytest.param((8, 64), 16 * MIB, 1024 * MIB, 8192 * MIB, {8: 2, 64: 1}, id="both batches"),
+        pytest.param((8, 64), 16 * MIB, 512 * MIB, 8192 * MIB, {8: 2}, id="the larger does not fit"),
+        pytest.param((8, 64), 16 * MIB, 1024 * MIB, 130 * MIB, {8: 1}, id="into what is free"),
+        pytest.param((8, 64), 512 * MIB, 1024 * MIB, 8192 * MIB, {4: 1}, id="none fits: half the smallest"),
+        pytest.param((8, 64), 512 * MIB, 1024 * MIB, 2047 * MIB, {}, id="not even that"),
+        pytest.param((1,), 16 * MIB, 1024 * MIB, 15 * MIB, {}, id="not even one request"),
+        pytest.param((1,), 2048 * MIB, 1024 * MIB, 8192 * MIB, {1: 1}, id="one request beyond the limit"),
+        pytest.param((1,), 8192, 1024 * MIB, 8192 * MIB, {1: 1024}, id="sets of a few KB"),
+    ],
+)
+def test_a_plan_of_what_is_timed(batches, row, limit, room, expected):
+    assert plan(batches, row, limit, room, L2) == expected
+
+
 def test_ragged_shapes_have_spread_lengths_and_else_the_same_tensors(device):
     variant = tune.tuned_variant(KEY)
     work = Workload(torch.device(device), variant, 512, BATCHES[64])
@@ -557,7 +611,6 @@ def test_tuning_declines_when_little_memory_is_free(make_door, monkeypatch):
     [
         pytest.param(8, 48 << 20, [1], id="a request, 48 MiB free"),
         pytest.param(8, 16 << 30, [1], id="a request, 16 GiB free"),
-        pytest.param(64, 48 << 20, [1], id="a batch, 48 MiB free"),
         pytest.param(64, 200 << 20, [4], id="a batch, 200 MiB free"),
         pytest.param(64, 400 << 20, [8], id="a batch, 400 MiB free"),
         pytest.param(64, 16 << 30, [8, 64], id="a batch, 16 GiB free"),
@@ -591,7 +644,7 @@ def test_a_small_shape_is_launched_no_more_often_than_its_keys_need(device, seq_
     variant = tune.tuned_variant(tuning_key(seq_len, 64, "bfloat16", 1))
     for shape in Workload(torch.device(device), variant, seq_len, (1,)).shapes:
         binary = launch.build(torch.device(device), variant, A)
-        keys = rotation(shape.k[0].nbytes, torch.device(device))
+        keys = rotation(shape.k[0].nbytes, torch.cuda.get_device_properties(device).L2_cache_size)
         assert len(shape.calls(binary)) <= max(keys, 500)
 
 

@@ -30,10 +30,15 @@ def make_ready(slot: Slot) -> Binary:
 
 
 def _ready_for_capture(slot: Slot) -> Binary:
-    """During a capture nothing can be validated: any accepted binary of the variant does."""
-    for other, binary in list(binaries.items()):  # other threads may add to it
-        if other[:2] == slot[:2] and slot.config in (None, other.config):
-            return binary
+    """During a capture nothing can be validated: any accepted binary of the variant does, best that of a near key."""
+
+    def distance(other: Slot) -> tuple[bool, int]:
+        return other.sequences != slot.sequences, abs(other.seq_len.bit_length() - slot.seq_len.bit_length())
+
+    known = list(binaries)  # other threads may add to it
+    fitting = [other for other in known if other[:2] == slot[:2] and slot.config in (None, other.config)]
+    if fitting:
+        return binaries[min(fitting, key=distance)]
     raise CaptureError(
         f"{slot.key} ({slot.variant}): no accepted binary is ready, and a CUDA graph is being "
         "captured. Make one such call, or call tunedqk.warmup, before the capture; "

@@ -18,7 +18,8 @@ SCHEMA: Literal[1] = 1
 class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One timed problem size.
 
-    same_out: whether every launch wrote the same output, which then stays in L2. ragged: whether lengths were spread.
+    same_out: whether every launch wrote the same output, which stays in L2 if it fits. ragged: whether the requests
+    differed in length.
     """
 
     batch: int

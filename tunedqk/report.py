@@ -24,7 +24,7 @@ LEGEND = (
 def entries_table(entries: Iterable[Entry], title: str) -> Table:
     """One line per winner: key, config, median of the largest shape, share of the memory floor, rejected candidates."""
     table = Table(title=title, title_justify="left")
-    for column in ("head_dim", "dtype", "rows", "seq_len", "sequences"):
+    for column in ("head_dim", "dtype", "rows", "page", "seq_len", "sequences"):
         table.add_column(column, justify="right")
     table.add_column("config")
     for column in ("batch x KV heads", "median us", "of floor", "rejected"):
@@ -33,7 +33,8 @@ def entries_table(entries: Iterable[Entry], title: str) -> Table:
         key, timing = entry.key, entry.timing
         shape = f"{timing.shapes[-1].batch} x {timing.shapes[-1].kv_heads}" if timing.shapes else "-"
         table.add_row(
-            str(key.head_dim), key.dtype, str(key.rows), str(key.seq_len), str(key.sequences), str(entry.config),
+            str(key.head_dim), key.dtype, str(key.rows), str(key.page_size or "-"), str(key.seq_len),
+            key.load.removesuffix(" sequences"), str(entry.config),
             shape, f"{timing.median_us:.1f}", share(timing.floor_share), verdicts(entry.rejected) or "-",
         )  # fmt: skip
     return table

@@ -12,15 +12,15 @@ from tunedqk import ready
 from tunedqk.arguments import check, check_number, check_quantised
 from tunedqk.call import Slot, call_of, variant_of
 from tunedqk.config import (
-    BATCH,
+    MANY_SEQUENCES,
     MAX_HEAD_DIM,
     MAX_PAGE_SIZE,
     MAX_QUERIES,
     MIN_BUCKET,
-    ONE_REQUEST,
     KernelConfig,
     TuningKey,
     bucket,
+    sequence_bucket,
 )
 from tunedqk.device import interpreting
 from tunedqk.records import Entry, Receipt
@@ -156,7 +156,7 @@ def warmup(
         device: the current CUDA device by default.
 
     Returns:
-        One explanation for each seq_len bucket, of a single request and of a batch.
+        One explanation for each seq_len bucket: with up to 16 kv_heads two, for few sequences and for many.
 
     What is missing is tuned, or replaced, or an error, as TUNEDQK_MODE says. Raises what `qk_score` raises.
     """
@@ -182,10 +182,11 @@ def warmup(
     if aligned is None:
         aligned = head_dim * min(dtype.itemsize, tensors.k.element_size()) % ALIGNMENT == 0
     variant = variant_of(tensors, sizes, causal=causal, fill=fill, aligned=aligned)
+    numbers = dict.fromkeys((sequence_bucket(kv_heads), MANY_SEQUENCES))  # of a single request, of a large batch
     slots = []
     length = MIN_BUCKET
     while length <= bucket(max_seq_len):
-        slots += [Slot(index, variant, length, sequences, None) for sequences in (ONE_REQUEST, BATCH)]
+        slots += [Slot(index, variant, length, sequences, None) for sequences in numbers]
         length *= 2
     if index >= 0 or interpreting():
         for slot in slots:

@@ -3,7 +3,7 @@
 A kernel is launched over input sets that together exceed the L2 cache several times, from one CUDA graph, so that
 neither warm lines nor the host's launch time count. (Flushing L2 by writing to a buffer leaves dirty lines that the
 next kernel pays for.) Competitors are replayed in turns, so that clocks and neighbours change for all of them alike,
-and without a pause: an idle GPU takes the time at once, and then waits for the graph.
+and without a pause: on an idle GPU the start is stamped before the host has launched the graph.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ def summarise(times: Sequence[float]) -> Sample:
     return Sample(statistics.median(ordered), ordered[round(0.2 * last)], ordered[round(0.8 * last)])
 
 
-def rotation(bytes_per_set: int, device: torch.device) -> int:
+def rotation(bytes_per_set: int, l2_bytes: int) -> int:
     """How many input sets of this size exceed the L2 cache four times together."""
-    l2 = torch.cuda.get_device_properties(device).L2_cache_size
-    return max(1, -(-4 * l2 // max(bytes_per_set, 1)))
+    return max(1, -(-4 * l2_bytes // max(bytes_per_set, 1)))
 
 
 class Replay:
-    """A CUDA graph of the given calls, one after the other; every call is run once before the capture."""
+    """A CUDA graph of the given calls, one after the other; the first is run once before the capture."""
 
     def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
         self.launches = len(calls)
@@ -49,7 +48,8 @@ class Replay:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             calls[0]()  # loads the kernel, which a capture does not allow
-            with torch.cuda.graph(self.graph, stream=stream):
+            # What other threads of a server do meanwhile, such as allocating memory, must not spoil the capture.
+            with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
                 for call in calls:
                     call()
         torch.cuda.current_stream().wait_stream(stream)
@@ -98,7 +98,7 @@ class ScreenTimer:
         return sample
 
     def _settle(self, replay: Replay) -> None:
-        """Keep a GPU busy that was idle, and is a tenth slower for a while: not only for who happens to be first."""
+        """Keep the GPU busy: one that was idle is slower for a while, which would be charged to the first candidate."""
         end = time.perf_counter() + SETTLE_SECONDS
         while time.perf_counter() < end:
             replay.enqueue()()
