@@ -492,6 +492,25 @@ def test_ragged_shapes_have_spread_lengths_and_else_the_same_tensors(device):
             assert plain.seq_lens is None
 
 
+def test_who_is_slow_for_ragged_requests_does_not_win(make_door, few, monkeypatch):
+    """The way that a GPU goes, with made-up times: the best elsewhere takes twice as long there."""
+    monkeypatch.setattr(tune, "interpreting", lambda: False)
+    monkeypatch.setattr(tune.ScreenTimer, "__call__", lambda *_: Sample(1.0, 1.0, 1.0))
+    monkeypatch.setattr(TimedShape, "replay", lambda shape, binary: (shape, binary))
+
+    def interleave(replays, _):
+        assert [binary.config for _, binary in replays] == few
+        assert {binary.variant.ragged for _, binary in replays} == {replays[0][0].ragged}
+        times = (20.0, 11.0, 12.0) if replays[0][0].ragged else (10.0, 11.0, 12.0)
+        return [Sample(time, time, time) for time in times]
+
+    monkeypatch.setattr(tune, "interleave", interleave)
+    entry = tune.tune(KEY, make_door())
+    assert entry.config == few[1]
+    assert [(shape.ragged, shape.median_us) for shape in entry.timing.shapes] == [(True, 11.0), (False, 11.0)]
+    assert entry.timing.worst_slowdown == 1.1
+
+
 def test_only_who_is_right_for_ragged_shapes_is_compared(monkeypatch):
     timed = []
 
