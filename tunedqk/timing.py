@@ -72,7 +72,7 @@ class Replay:
 def interleave(replays: Sequence[Replay], rounds: int, warmup: int = 2) -> list[Sample]:
     """Time the graphs in turns: `rounds` replays of each, after `warmup` rounds that do not count."""
     # All are enqueued before the first is waited for. Were there a wait in each round, the first graph would seem up
-    # to a quarter slower than it is: its clock would start on an idle GPU, before the host has launched it.
+    # to a third slower than it is: its clock would start on an idle GPU, before the host has launched it.
     taken = [[replay.enqueue() for replay in replays] for _ in range(warmup + rounds)]
     return [summarise([elapsed() for elapsed in of_replay[warmup:]]) for of_replay in zip(*taken, strict=True)]
 
