@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from tunedqk.floor import compare_with_floors
 from tunedqk.score import qk_score
 from tunedqk.timing import Replay
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 KV_HEADS, HEAD_DIM = 8, 128
 PASSES, ROUNDS = 4, 9
@@ -80,7 +83,7 @@ def measure_caller(caller: Caller) -> dict[str, Any]:
     rows = (caller.group * KV_HEADS,) if caller.q_len == 1 else (caller.group * KV_HEADS, caller.q_len)
     valid = int(lengths.sum())
     read = valid * KV_HEADS * HEAD_DIM * k.element_size()
-    written = (valid if caller.fill is None else caller.batch * caller.capacity) * math.prod(rows) * 2
+    written = (valid if caller.fill is None else caller.batch * caller.capacity) * math.prod(rows) * q.element_size()
     outputs = [
         torch.empty(caller.batch, *rows, caller.capacity, dtype=torch.bfloat16, device=device)
         for _ in range(max(1, math.ceil(torch.cuda.get_device_properties(device).L2_cache_size / written)))
@@ -96,20 +99,24 @@ def measure_caller(caller: Caller) -> dict[str, Any]:
     # Of the cache's own memory, as far as it reaches.
     source = k.view(-1).view(torch.uint8)[: read // 16 * 16].view(torch.float32)
     sinks = [torch.empty(written // 4, dtype=torch.float32, device=device) for _ in outputs]
-    result = {
+    same = _times(calls[:1], source, sinks[:1])
+    return {
         "caller": caller.name, "rows": caller.group * caller.q_len, "key_bytes": read, "out_bytes": written,
+        "same_out": same, "rotated_out": _times(calls, source, sinks) if len(outputs) > 1 else same,
     }  # fmt: skip
-    for name, count in (("same_out", 1), ("rotated_out", len(outputs))):
-        passes = max(1, PASSES // count)
-        (ours,), floors = compare_with_floors(
-            [Replay(calls[:count] * passes)], [source] * count, sinks[:count], passes=passes, rounds=ROUNDS
-        )
-        result[name] = {
-            "outputs": count, "us": ours.median, "p20_us": ours.p20, "p80_us": ours.p80,
-            "read_floor_us": floors.read, "read_write_floor_us": floors.read_write,
-            "of_read": floors.read / ours.median, "of_read_write": floors.read_write / ours.median,
-        }  # fmt: skip
-    return result
+
+
+def _times(calls: Sequence[Callable[[], object]], source: torch.Tensor, sinks: list[torch.Tensor]) -> dict[str, Any]:
+    """Microseconds of a call, one for each output, and shares of the floors."""
+    passes = max(1, PASSES // len(calls))
+    (ours,), floors = compare_with_floors(
+        [Replay([*calls] * passes)], [source] * len(calls), sinks, passes=passes, rounds=ROUNDS
+    )
+    return {
+        "outputs": len(calls), "us": ours.median, "p20_us": ours.p20, "p80_us": ours.p80,
+        "read_floor_us": floors.read, "read_write_floor_us": floors.read_write,
+        "of_read": floors.read / ours.median, "of_read_write": floors.read_write / ours.median,
+    }  # fmt: skip
 
 
 def _cache(caller: Caller, lengths: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:

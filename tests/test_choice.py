@@ -85,11 +85,13 @@ def test_timings_are_of_the_largest_shape_with_their_slowdown():
     assert (timings[A].worst_slowdown, timings[B].worst_slowdown) == (1.3, 2.0)
     assert timings[A].bytes == SHAPE.bytes == 4 * (4 + 64 + 4)
     assert [shape.median_us for shape in timings[A].shapes] == [10.0, 130.0]
-    shapes = [SHAPE._replace(same_out=True), SHAPE]
-    assert [shape.same_out for shape in timings_of(KEY, samples_of(a=[1.0, 2.0]), shapes, None)[A].shapes] == [
-        True,
-        False,
-    ]
+
+
+def test_timings_say_how_each_shape_was_timed():
+    rotated = SHAPE._replace(tensors=SHAPE.tensors * 2, out=[torch.empty(4), torch.empty(4)])
+    shapes = [SHAPE._replace(ragged=True), SHAPE._replace(out=SHAPE.out * 2), rotated]
+    timed = timings_of(KEY, samples_of(a=[1.0, 2.0, 3.0]), shapes, None)[A].shapes
+    assert [(shape.same_out, shape.ragged) for shape in timed] == [(True, True), (True, False), (False, False)]
 
 
 def test_the_share_of_the_floor_is_none_without_a_floor():

@@ -31,18 +31,8 @@ KEY = tuning_key(512, 16, "float32", 1)
 NEXT_KEY = tuning_key(1024, 16, "float32", 1)
 HANG = 30 if ON_GPU else 3  # seconds; on a GPU compiling takes some, and may have to share the machine
 ONE_SHAPE = (
-    "pretune",
-    "--head-dims",
-    "16",
-    "--dtypes",
-    "float32",
-    "--rows",
-    "1",
-    "--seq-lens",
-    "512",
-    "--sequences",
-    "8",
-)
+    "pretune", "--head-dims", "16", "--dtypes", "float32", "--rows", "1", "--seq-lens", "512", "--sequences", "8",
+)  # fmt: skip
 
 
 # --- What goes on in the worker. It imports this module, so these are functions of it. ---

@@ -415,8 +415,8 @@ def test_finalists_have_to_be_right_for_ragged_requests_too(device, make_door, m
             B: variant._replace(seq_lens=torch.int32)
         }
         assert rejected == {validate.WRONG_RESULT: 1}
-        with pytest.raises(NoAcceptedConfigError, match="wrong result"):
-            tune._as_ragged(KEY, {A: finalists[A]}, own, door, rejected)
+        # The other calls shall have a winner nevertheless.
+        assert tune._as_ragged(KEY, {A: finalists[A]}, own, door, rejected) == {}
         # Where all calls are ragged, the candidates were.
         paged = tuning_key(1, 16, "float32", 1, page_size=16)
         assert tune._as_ragged(paged, {}, own, door, rejected) == {}
@@ -487,9 +487,9 @@ def test_ragged_shapes_have_spread_lengths_and_else_the_same_tensors(device):
         assert ragged.out is shape.out
         for tensors, plain in zip(ragged.tensors, shape.tensors, strict=True):
             assert tensors.seq_lens.tolist() == [512 * (b + 1) // shape.batch for b in range(shape.batch)]
-            assert tensors._replace(seq_lens=None) is not plain
-            assert tensors.k is plain.k
-            assert plain.seq_lens is None
+            assert all(x is y for x, y in zip(tensors._replace(seq_lens=None), plain, strict=True))
+    three = work._ragged(same[0]._replace(batch=3)).tensors[0].seq_lens  # on a CPU there is one request alone
+    assert (three.tolist(), three.dtype) == ([170, 341, 512], tune.ragged_form(variant).seq_lens)
 
 
 def test_who_is_slow_for_ragged_requests_does_not_win(make_door, few, monkeypatch):
@@ -509,6 +509,11 @@ def test_who_is_slow_for_ragged_requests_does_not_win(make_door, few, monkeypatc
     assert entry.config == few[1]
     assert [(shape.ragged, shape.median_us) for shape in entry.timing.shapes] == [(True, 11.0), (False, 11.0)]
     assert entry.timing.worst_slowdown == 1.1
+    # Were none of them right there, the others would decide.
+    monkeypatch.setattr(tune, "_as_ragged", lambda *_: {})
+    entry = tune.tune(KEY, make_door())
+    assert entry.config == few[0]
+    assert [shape.ragged for shape in entry.timing.shapes] == [False]
 
 
 def test_only_who_is_right_for_ragged_shapes_is_compared(monkeypatch):

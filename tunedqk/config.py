@@ -95,12 +95,13 @@ class TuningKey(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=T
 
     def __str__(self) -> str:
         pages = f", pages of {self.page_size}" if self.page_size else ""
-        return f"head_dim {self.head_dim}, {self.dtype}, rows {self.rows}, seq_len {self.seq_len}{pages}, {self.load}"
+        shape = f"head_dim {self.head_dim}, {self.dtype}, rows {self.rows}, seq_len {self.seq_len}{pages}"
+        return f"{shape}, {self.load} sequences"
 
     @property
     def load(self) -> str:
-        """How many sequences there are, in words."""
-        return f"{'up to' if self.sequences == FEW_SEQUENCES else 'more than'} {MOST_OF_FEW} sequences"
+        """The number of sequences that its own stands for, in words."""
+        return f"{'up to' if self.sequences == FEW_SEQUENCES else 'more than'} {MOST_OF_FEW}"
 
     def neighbours(self) -> Iterator[TuningKey]:
         """Keys whose winner may serve: lengths at most a factor 4 away, closest first, of two the larger.

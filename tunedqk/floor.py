@@ -73,7 +73,8 @@ def compare_with_floors(
     sources, outputs: contiguous tensors of a multiple of 4 bytes, one of each per launch; a replay of a floor goes
     through all of them `passes` times.
     """
-    reads = _replays(read_kernel, sources, [_sink(sources)] * len(sources), passes)
+    unwritten = torch.empty(1, dtype=torch.float32, device=sources[0].device)
+    reads = _replays(read_kernel, sources, [unwritten] * len(sources), passes)
     both = _replays(read_write_kernel, sources, outputs, passes)
     samples = interleave([*replays, *reads, *both], rounds)
     ours, floors = samples[: len(replays)], [sample.median for sample in samples[len(replays) :]]
@@ -89,11 +90,6 @@ def read_write_floor_us(
     """
     replays = _replays(read_write_kernel, sources, outputs, passes)
     return min(sample.median for sample in interleave(replays, rounds))
-
-
-def _sink(sources: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What a reading kernel would store to, if the sum of what it read were a certain number."""
-    return torch.empty(1, dtype=torch.float32, device=sources[0].device)
 
 
 def _words(x: torch.Tensor) -> torch.Tensor:

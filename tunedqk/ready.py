@@ -30,7 +30,7 @@ def make_ready(slot: Slot) -> Binary:
 
 
 def _ready_for_capture(slot: Slot) -> Binary:
-    """During a capture nothing can be validated: any accepted binary of the variant does, best that of a near key."""
+    """During a capture nothing can be validated: any accepted binary of the variant does. That of the nearest key."""
 
     def distance(other: Slot) -> tuple[bool, int]:
         return other.sequences != slot.sequences, abs(other.seq_len.bit_length() - slot.seq_len.bit_length())

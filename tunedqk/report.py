@@ -34,7 +34,7 @@ def entries_table(entries: Iterable[Entry], title: str) -> Table:
         shape = f"{timing.shapes[-1].batch} x {timing.shapes[-1].kv_heads}" if timing.shapes else "-"
         table.add_row(
             str(key.head_dim), key.dtype, str(key.rows), str(key.page_size or "-"), str(key.seq_len),
-            key.load.removesuffix(" sequences"), str(entry.config),
+            key.load, str(entry.config),
             shape, f"{timing.median_us:.1f}", share(timing.floor_share), verdicts(entry.rejected) or "-",
         )  # fmt: skip
     return table

@@ -155,7 +155,7 @@ class Resolver:
         """Configs for a key that nothing is stored for, with where each comes from."""
         for entry, _ in self.db.nearest(key):
             if is_candidate(entry.config, key, self.device):
-                yield f"the winner of seq_len {entry.key.seq_len}, {entry.key.load}", entry.config
+                yield f"the winner of seq_len {entry.key.seq_len}, {entry.key.load} sequences", entry.config
         yield "the default config", default_config(key, interpreted=interpreting())
 
 

@@ -125,8 +125,8 @@ def _admitted(
     builds: dict[KernelConfig, Future[Built]],
     door: Door,
     rejected: Counter[str],
-) -> dict[KernelConfig, Binary]:
-    """The door: the binaries that are right, each validated as soon as it is compiled."""
+) -> tuple[dict[KernelConfig, Binary], str]:
+    """The door: the binaries that are right, each validated as soon as it is compiled, and what the first fault was."""
     # Made while the first are being compiled.
     door.prepare(variant, key.seq_len, capacity=max(config.CHUNK_SIZE for config in builds))
     accepted, first = {}, ""
@@ -138,9 +138,7 @@ def _admitted(
         else:
             rejected[verdict.verdict] += 1
             first = first or f"config ({config}): {verdict.what}"
-    if not accepted:
-        raise NoAcceptedConfigError(NONE_IS_RIGHT.format(key, "candidate", dict(rejected), first))
-    return accepted
+    return accepted, first
 
 
 class _Screening:
@@ -195,7 +193,9 @@ class _Screening:
         tuned[grid](q, k, out, *others, 1.0, 0.0, *sizes, **shape_constexprs(self.variant))
 
     def _admit(self) -> None:
-        self.accepted = _admitted(self.key, self.variant, self.builds, self.door, self.rejected)
+        self.accepted, first = _admitted(self.key, self.variant, self.builds, self.door, self.rejected)
+        if not self.accepted:
+            raise NoAcceptedConfigError(NONE_IS_RIGHT.format(self.key, "candidate", dict(self.rejected), first))
 
     def fastest(self, incumbent: KernelConfig | None) -> dict[KernelConfig, Binary]:
         """The finalists: the fastest of the screening, and the incumbent. A config that was not timed goes first."""
@@ -212,11 +212,13 @@ def _as_ragged(
     """Binaries of the finalists for requests that differ in length; none for a key whose calls all do.
 
     The loop over chunks takes registers, so that a config that is among the fastest without it can lose a tenth.
+    None, too, where not one is right: the other calls shall have a winner nevertheless.
     """
     form = ragged_form(tuned_variant(key))
     if form == tuned_variant(key):
         return {}
-    return _admitted(key, form, {config: builder.submit(form, config) for config in finalists}, door, rejected)
+    builds = {config: builder.submit(form, config) for config in finalists}
+    return _admitted(key, form, builds, door, rejected)[0]
 
 
 def _compare(
