@@ -27,6 +27,7 @@ import msgspec
 import torch
 import triton
 from callers import CALLERS, measure_caller
+from peers import PEERS
 from rich.console import Console
 from rich.table import Table
 
@@ -85,12 +86,10 @@ def measure_shape(dtype: str, head_dim: int, rows: int, batch: int, seq_len: int
     sets = [(tensors.q, tensors.k, out) for tensors, out in zip(shape.tensors, shape.out, strict=True)]
     ours = [functools.partial(qk_score, q, k, out=out) for q, k, out in sets]
     ours[0]()  # find the config before the capture
-    replays = {
-        "tunedqk": Replay(ours * shape.passes),
-        # The fair ways: no copy of the cache. K as [B, L, H, D], and the same numbers stored as [B, H, L, D].
-        "bmm": Replay([functools.partial(bmm_per_request, q, k) for q, k, _ in sets] * shape.passes),
-        "matmul": Replay([functools.partial(matmul_hnd, q, k) for q, k, _ in sets] * shape.passes),
-    }
+    replays = {"tunedqk": Replay(ours * shape.passes)}
+    for peer in PEERS:
+        # The same number of launches for all, so that neither side finds more of its inputs in L2.
+        replays[peer.name] = Replay([functools.partial(peer.call, q, k) for q, k, _ in sets] * shape.passes)
     times, floors = compare_with_floors(list(replays.values()), shape.k, shape.out, passes=shape.passes, rounds=ROUNDS)
     samples = dict(zip(replays, times, strict=True))
     our = samples["tunedqk"]
@@ -99,20 +98,8 @@ def measure_shape(dtype: str, head_dim: int, rows: int, batch: int, seq_len: int
         "key_bytes": shape.k[0].nbytes, "us": our.median, "p20_us": our.p20, "p80_us": our.p80,
         "read_floor_us": floors.read, "read_write_floor_us": floors.read_write,
         "of_read": floors.read / our.median, "of_read_write": floors.read_write / our.median,
-        "bmm_over_ours": samples["bmm"].median / our.median, "matmul_over_ours": samples["matmul"].median / our.median,
+        "peers": {peer.name: samples[peer.name]._asdict() for peer in PEERS},
     }  # fmt: skip
-
-
-def bmm_per_request(q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
-    """Scores of a [B, L, H, D] cache without copying it: one torch.bmm per request."""
-    rows = q.unflatten(1, (k.shape[2], -1))
-    return [torch.bmm(rows[b], k[b].permute(1, 2, 0)) for b in range(k.shape[0])]
-
-
-def matmul_hnd(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Scores of a [B, H, L, D] cache: k's memory, read as that layout."""
-    batch, seq_len, kv_heads, head_dim = k.shape
-    return torch.matmul(q.unflatten(1, (kv_heads, -1)), k.view(batch, kv_heads, seq_len, head_dim).transpose(-1, -2))
 
 
 def measure_tuning() -> dict[str, Any]:
@@ -181,12 +168,13 @@ def measure_host() -> dict[str, Any]:
 def show(console: Console, results: dict[str, Any]) -> None:
     """The tables."""
     table = Table(title=f"{results['gpu']['name']}, {results['toolchain']}", title_justify="left")
-    for name in ("K", "shape", "us", "of read", "of read+write", "bmm / ours", "matmul HND / ours"):
-        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("K", "shape", "us", "of read", "of read+write", *(peer.name for peer in PEERS)):
+        table.add_column(name, justify="right")
     for row in results["shapes"]:
         shape = f"{row['dtype']} d{row['head_dim']} rows {row['rows']} batch {row['batch']} len {row['seq_len']}"
-        ratios = (f"{row[name]:.3f}" for name in ("of_read", "of_read_write", "bmm_over_ours", "matmul_over_ours"))
-        table.add_row(f"{row['key_bytes'] / 1e6:.0f} MB", shape, f"{row['us']:.1f}", *ratios)
+        shares = (f"{row[name]:.3f}" for name in ("of_read", "of_read_write"))
+        ratios = (f"{times['median'] / row['us']:.2f}" for times in row["peers"].values())
+        table.add_row(f"{row['key_bytes'] / 1e6:.0f} MB", shape, f"{row['us']:.1f}", *shares, *ratios)
     if results["shapes"]:
         console.print(table)
     callers = Table(title="callers that torch.matmul cannot serve: one output, or several", title_justify="left")
