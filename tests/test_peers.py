@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import peers
 import pytest
 import torch
-from reference import assert_scores
-
-sys.path.append(str(Path(__file__).parents[1] / "scripts"))
-import peers
 from fixed import fixed_triton
+from reference import assert_scores
 
 
 def scores_of(call, q, k):

@@ -7,11 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import plot
 import pytest
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-sys.path.append(str(SCRIPTS))
-import plot
 
 
 def shape(seq_len, rows, share, **peers):
