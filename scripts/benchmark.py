@@ -91,9 +91,9 @@ def measure_shape(dtype: str, head_dim: int, rows: int, batch: int, seq_len: int
     ours[0]()  # find the config before the capture
     torch.compiler.reset()  # it would refuse a ninth shape
     replays = {"tunedqk": Replay(ours * shape.passes)}
-    for peer in PEERS:
+    for name, peer in PEERS.items():
         # The same number of launches for all, so that neither side finds more of its inputs in L2.
-        replays[peer.name] = Replay([functools.partial(peer.call, q, k) for q, k, _ in sets] * shape.passes)
+        replays[name] = Replay([functools.partial(peer, q, k) for q, k, _ in sets] * shape.passes)
     times, floors = compare_with_floors(list(replays.values()), shape.k, shape.out, passes=shape.passes, rounds=ROUNDS)
     samples = dict(zip(replays, times, strict=True))
     our = samples["tunedqk"]
@@ -102,7 +102,7 @@ def measure_shape(dtype: str, head_dim: int, rows: int, batch: int, seq_len: int
         "key_bytes": shape.k[0].nbytes, "us": our.median, "p20_us": our.p20, "p80_us": our.p80,
         "read_floor_us": floors.read, "read_write_floor_us": floors.read_write,
         "of_read": floors.read / our.median, "of_read_write": floors.read_write / our.median,
-        "peers": {peer.name: samples[peer.name]._asdict() for peer in PEERS},
+        "peers": {name: samples[name]._asdict() for name in PEERS},
     }  # fmt: skip
 
 
@@ -172,7 +172,7 @@ def measure_host() -> dict[str, Any]:
 def show(console: Console, results: dict[str, Any]) -> None:
     """The tables."""
     table = Table(title=f"{results['gpu']['name']}, {results['toolchain']}", title_justify="left")
-    for name in ("K", "shape", "us", "of read", "of read+write", *(peer.name for peer in PEERS)):
+    for name in ("K", "shape", "us", "of read", "of read+write", *PEERS):
         table.add_column(name, justify="right")
     for row in results["shapes"]:
         shape = f"{row['dtype']} d{row['head_dim']} rows {row['rows']} batch {row['batch']} len {row['seq_len']}"

@@ -7,21 +7,13 @@ scores of q's dtype, in whatever shape is natural for them, for batch * q_heads 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from fixed import fixed_triton
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-class Peer(NamedTuple):
-    """A way to compute scores. hnd: it reads k's memory as [batch, kv_heads, seq_len, head_dim]."""
-
-    name: str
-    call: Callable[[torch.Tensor, torch.Tensor], object]
-    hnd: bool = False
 
 
 def bmm_per_request(q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
@@ -50,12 +42,12 @@ def multiply_and_sum(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 _compiled = functools.partial(torch.compile, dynamic=False, fullgraph=True)
 
-PEERS = (
-    Peer("bmm per request", bmm_per_request),
-    Peer("matmul", matmul_hnd, hnd=True),
-    Peer("einsum", einsum),
+PEERS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "bmm per request": bmm_per_request,
+    "matmul": matmul_hnd,
+    "einsum": einsum,
     # They are compiled at the first call of a shape.
-    Peer("compiled einsum", _compiled(einsum)),
-    Peer("compiled sum", _compiled(multiply_and_sum)),
-    Peer("fixed Triton", fixed_triton),
-)
+    "compiled einsum": _compiled(einsum),
+    "compiled sum": _compiled(multiply_and_sum),
+    "fixed Triton": fixed_triton,
+}

@@ -102,6 +102,9 @@ def main() -> int:
     if not results.get("shapes"):
         print(f"{options.results}: no shapes were measured, so there is nothing to draw", file=sys.stderr)
         return 1
+    if not all("peers" in shape for shape in results["shapes"]):
+        print(f"{options.results}: made by an older benchmark.py, without peers; run it again", file=sys.stderr)
+        return 1
     draw(results).savefig(options.out, metadata={"Date": None} if options.out.suffix == ".svg" else None)
     return 0
 

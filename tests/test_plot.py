@@ -56,7 +56,7 @@ def test_the_script_writes_the_same_picture_again(tmp_path):
     assert "a GPU" in pictures[0].read_text()
 
 
-@pytest.mark.parametrize("text", [None, "{", '{"shapes": []}'])
+@pytest.mark.parametrize("text", [None, "{", '{"shapes": []}', '{"shapes": [{"us": 1}]}'])
 def test_the_script_says_what_it_cannot_draw(tmp_path, text):
     results = tmp_path / "results.json"
     if text is not None:
