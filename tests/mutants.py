@@ -181,7 +181,8 @@ def _mutants(name, old, new, variants, verdict=validate.WRONG_RESULT, **fields):
 OUT_LEFT = "tl.minimum(out_len - start, form.CHUNK_SIZE)"
 PRODUCT = "keys.to(tl.float32) * q.to(tl.float32)[None, :]"
 DOT = 'tl.dot(to_operand(tile_keys, columns.dtype), columns, input_precision="ieee")'
-KEY_POSITION = "(tile + in_tile).to(tl.int64) * cache.stride_l"
+KEY_POSITION = "position * cache.stride_l"
+TILE_POSITION = "position = (tile + in_tile).to(tl.int64)"
 LOADED_KEYS = "return tl.load(ptrs, mask=mask, other=0.0, eviction_policy=form.LOAD_HINT)"
 SUM_MASK = "mask = (pos < chunk.out_left) & (query.first + row < query.count)"
 DOT_MASK = "mask = (pos < chunk.out_left)[:, None] & (rows < query.count)[None, :]"
@@ -248,8 +249,9 @@ MUTANTS = [
     _mutant("first batch element of all", "b * stride_kb", "0 * stride_kb", gpu=True),
     _mutant("rows swapped", READ_ROW, READ_ROW.replace("row,", "row ^ 1,")),
     _mutant("rows swapped by dot", Q_COLUMN, Q_COLUMN.replace("rows,", "rows ^ 1,"), variant=variant_of(BF16, group=2)),
-    _mutant("positions swapped", KEY_POSITION, KEY_POSITION.replace(
+    _mutant("positions swapped", TILE_POSITION, TILE_POSITION.replace(
             "(tile + in_tile)", "tl.where((tile + in_tile | 1) < chunk.left, tile + in_tile ^ 1, tile + in_tile)")),
+    _mutant("chunks of a ragged request read the first", "position += chunk.start", "position += 0", variant=RAGGED),
     _mutant("columns swapped", "q_base + offs_d,", "q_base + (offs_d ^ 1),"),
     _mutant("tail columns from the start", "tail_d = form.BLOCK_D + tl.arange", "tail_d = tl.arange",
             variant=variant_of(head_dim=260)),
@@ -489,6 +491,8 @@ BLOCKS = ("batch, inputs", "positions, inputs", "chunks, inputs")
 OFFSETS = [
     Offset("position of a key", KEY_POSITION, ("positions, inputs",)),
     Offset("position of a key by dot", KEY_POSITION, ("positions, inputs",), BY_DOT),
+    Offset("position of a ragged key", KEY_POSITION, ("positions, inputs", "chunks, inputs"), RAGGED),
+    Offset("position of a ragged key by dot", KEY_POSITION, ("positions, inputs", "chunks, inputs"), RAGGED_BY_DOT),
     Offset("position in out", "pos.to(tl.int64) * out.stride_l", ("positions, output",)),
     Offset("position in out by dot", "pos.to(tl.int64)[:, None] * out.stride_l", ("positions, output",), BY_DOT),
     Offset("chunk's keys", "start * keys.stride_l", ("chunks, inputs",)),

@@ -154,7 +154,7 @@ def readable(pos, chunk, form):
 
 @triton.jit
 def position_offsets(cache, tile, chunk, inside, form):
-    """Offsets of a tile's positions from the base, which is the chunk's start or, in a paged cache, the pool's."""
+    """Offsets of a tile's positions from the base: the chunk's start, the request's where ragged, or the pool's."""
     in_tile = tl.arange(0, form.TILE_SIZE)
     if form.PAGE_SIZE:
         # Entries of pages that nobody sees may be anything.
@@ -169,7 +169,12 @@ def position_offsets(cache, tile, chunk, inside, form):
             in_page = position % form.PAGE_SIZE
         offsets = block * cache.stride_b + in_page.to(tl.int64) * cache.stride_l
     else:
-        offsets = (tile + in_tile).to(tl.int64) * cache.stride_l
+        position = (tile + in_tile).to(tl.int64)
+        if (
+            form.RAGGED
+        ):  # else it is in the base; here that would be hoisted out of the loop over chunks, into registers
+            position += chunk.start
+        offsets = position * cache.stride_l
     return offsets
 
 

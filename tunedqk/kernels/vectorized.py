@@ -123,7 +123,7 @@ def _score_chunk(
     out_left = tl.minimum(out_len - start, form.CHUNK_SIZE).to(tl.int32)
     chunk = Chunk(start, within(begin, start, form), within(end, start, form), out_left)
     out = Output(out.base + start * out.stride_l, out.stride_h, out.stride_i, out.stride_l, out.fill)
-    if not form.PAGE_SIZE:
+    if not form.PAGE_SIZE and not form.RAGGED:
         keys = Cache(keys.base + start * keys.stride_l, None, keys.stride_l, None)
         if form.K_SCALE == SCALE_BY_TOKEN:
             k_scales = Cache(k_scales.base + start * k_scales.stride_l, None, k_scales.stride_l, None)
@@ -163,6 +163,10 @@ def _score_request(query, keys, k_scales, scale, head_scale, lengths, out, index
         first = tl.minimum(begin // form.CHUNK_SIZE, chunks).to(tl.int32)
         last = tl.minimum((end + form.CHUNK_SIZE - 1) // form.CHUNK_SIZE, chunks).to(tl.int32)
         last = tl.maximum(last, first)  # end may be negative, too
+        if form.FILL:  # first, so that the loop over chunks need not keep what this takes in registers
+            # Whole chunks, of which the last may reach beyond out.
+            fill_range(query, out, 0, tl.minimum(first.to(tl.int64) * form.CHUNK_SIZE, out_len), index, walkers, form)
+            fill_range(query, out, last.to(tl.int64) * form.CHUNK_SIZE, out_len, index, walkers, form)
         scored = first + index
         while scored < last:
             _score_chunk(
@@ -170,10 +174,6 @@ def _score_request(query, keys, k_scales, scale, head_scale, lengths, out, index
                 begin, end, ends, out_len, form,
             )  # fmt: skip
             scored += walkers
-        if form.FILL:
-            # Whole chunks, of which the last may reach beyond out.
-            fill_range(query, out, 0, tl.minimum(first.to(tl.int64) * form.CHUNK_SIZE, out_len), index, walkers, form)
-            fill_range(query, out, last.to(tl.int64) * form.CHUNK_SIZE, out_len, index, walkers, form)
     else:
         _score_chunk(
             query, columns, tail_columns, keys, k_scales, scale, head_scale, None, out, index,
