@@ -279,6 +279,9 @@ def test_close_ends_every_process(pool):
     group = pool._parent.pid
     pool.close()
     assert _ends(group)
+    # Others start when they are needed: what was closed is as new.
+    assert pool.compile(H200, PROGRAM)
+    assert _alive(pool._parent.pid)
 
 
 def test_processes_end_with_the_one_that_started_them(tmp_path):

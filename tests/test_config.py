@@ -210,13 +210,13 @@ def test_shapes_of_one_key_have_one_search_space(dtype):
 def test_the_search_space_is_small_and_without_duplicates(dtype):
     for key in shapes_of(dtype):
         space = search_space(key)
-        assert 2 <= len(space) <= 32, key
+        assert 2 <= len(space) <= 16, key
         assert len(set(space)) == len(space), key
         # Stages of a loop that is none would change nothing.
         assert {config.num_stages for config in space if config.TILE_SIZE == config.CHUNK_SIZE} == {1}, key
         # fp32 rows beyond 512 elements fill the registers with one chunk of 16.
         assert len({config.CHUNK_SIZE for config in space}) > 1 or key.head_dim > 512, key
-        assert len({(config.LOAD_HINT, config.STORE_HINT) for config in space}) > 1, key
+        assert {(config.LOAD_HINT, config.STORE_HINT) for config in space} == {("evict_first", "")}, key
 
 
 def test_the_search_space_varies_what_the_issue_names():

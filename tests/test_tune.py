@@ -187,25 +187,25 @@ def test_candidates_are_validated_before_any_is_timed(make_door, few, monkeypatc
     monkeypatch.setattr(Door, "screen", spy)
     monkeypatch.setattr(tune, "ScreenTimer", Timer)
     tune.tune(KEY, make_door())
-    assert events == [*few, "timed", "timed", "timed"]
+    assert events[:6] == [*few, "timed", "timed", "timed"]
 
 
-def test_candidates_are_compiled_before_any_is_validated(make_door, few, monkeypatch):
+def test_all_candidates_are_being_compiled_when_the_first_is_validated(make_door, few, monkeypatch):
     events = []
-    build, screen = Door.build, Door.screen
+    submit, screen = builder.Builder.submit, Door.screen
 
-    def spy_build(self, variant, config):
-        events.append("built")
-        return build(self, variant, config)
+    def spy_submit(self, variant, config):
+        events.append(config)
+        return submit(self, variant, config)
 
     def spy_screen(self, *arguments):
         events.append("screened")
         return screen(self, *arguments)
 
-    monkeypatch.setattr(Door, "build", spy_build)
+    monkeypatch.setattr(builder.Builder, "submit", spy_submit)
     monkeypatch.setattr(Door, "screen", spy_screen)
     tune.tune(KEY, make_door())
-    assert events[:6] == ["built"] * 3 + ["screened"] * 3
+    assert events[:6] == [*few, "screened", "screened", "screened"]
 
 
 # --- Candidates that are wrong ---
@@ -294,6 +294,37 @@ def test_what_is_not_built_when_tuning_ends_is_left(make_door, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         tune.tune(KEY, make_door())
     assert killed
+
+
+@pytest.mark.usefixtures("compiled_elsewhere", "few")
+def test_builders_share_the_processes_that_are_kept(make_door, monkeypatch):
+    pools, ended = [], []
+    monkeypatch.setattr(CompilePool, "compile", lambda pool, *_: pools.append(pool) or True)
+    monkeypatch.setattr(CompilePool, "close", ended.append)
+    door = make_door()
+    with builder.kept_compilers(door):
+        kept = door.compilers
+        for _ in range(2):
+            tune.tune(KEY, door)
+        assert set(pools) == {kept}
+        assert ended == []
+    assert ended == [kept]
+    tune.tune(KEY, door)
+    assert len(set(pools)) == 2
+    assert ended == [kept, pools[-1]]
+
+
+@pytest.mark.usefixtures("compiled_elsewhere", "few")
+def test_an_interrupt_does_not_wait_for_processes_that_are_kept(make_door, monkeypatch):
+    ended = []
+    monkeypatch.setattr(CompilePool, "compile", lambda *_: True)
+    monkeypatch.setattr(CompilePool, "close", ended.append)
+    monkeypatch.setattr(tune, "Workload", lambda *_: 1 / 0)
+    door = make_door()
+    with builder.kept_compilers(door):
+        with pytest.raises(ZeroDivisionError):
+            tune.tune(KEY, door)
+        assert ended == [door.compilers]
 
 
 @pytest.mark.usefixtures("compiled_elsewhere", "few")
@@ -409,7 +440,7 @@ def test_finalists_have_to_be_right_for_ragged_requests_too(device, make_door, m
         return verdict._replace(verdict=validate.WRONG_RESULT) if binary.config == A else verdict
 
     monkeypatch.setattr(Door, "screen", strict)
-    with contextlib.closing(builder.Builder(door, [])) as own:
+    with builder.Builder(door, []) as own:
         ragged = tune._as_ragged(KEY, finalists, own, door, rejected)
         assert {config: binary.variant for config, binary in ragged.items()} == {
             B: variant._replace(seq_lens=torch.int32)
@@ -507,13 +538,13 @@ def test_who_is_slow_for_ragged_requests_does_not_win(make_door, few, monkeypatc
     monkeypatch.setattr(tune, "interleave", interleave)
     entry = tune.tune(KEY, make_door())
     assert entry.config == few[1]
-    assert [(shape.ragged, shape.median_us) for shape in entry.timing.shapes] == [(True, 11.0), (False, 11.0)]
+    assert {(shape.ragged, shape.median_us) for shape in entry.timing.shapes} == {(True, 11.0), (False, 11.0)}
     assert entry.timing.worst_slowdown == 1.1
     # Were none of them right there, the others would decide.
     monkeypatch.setattr(tune, "_as_ragged", lambda *_: {})
     entry = tune.tune(KEY, make_door())
     assert entry.config == few[0]
-    assert [shape.ragged for shape in entry.timing.shapes] == [False]
+    assert {shape.ragged for shape in entry.timing.shapes} == {False}
 
 
 def test_only_who_is_right_for_ragged_shapes_is_compared(monkeypatch):

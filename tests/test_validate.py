@@ -368,7 +368,7 @@ def test_every_binary_of_the_default_grid_is_accepted(device, make_door, capsys,
     wanted = {key: candidates(key, target) for key in keys}
     every = [(tuned_variant(key), config) for key, configs in wanted.items() for config in configs]
     judged, rejected, without = 0, [], 0
-    with contextlib.closing(Builder(make_door(), every)) as builder:
+    with Builder(make_door(), every) as builder:
         builds = {
             (key, variant, config): builder.submit(variant, config)
             for key, configs in wanted.items()

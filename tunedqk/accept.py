@@ -20,6 +20,7 @@ from tunedqk.validate import Validator, Verdict
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tunedqk.compile_pool import CompilePool
     from tunedqk.config import KernelConfig
     from tunedqk.db import TuningDB
     from tunedqk.variant import Variant
@@ -72,6 +73,7 @@ class Door:
         self.device = device
         self.db = db
         self.watcher = Watcher()
+        self.compilers: CompilePool | None = None  # that outlive a builder; see kept_compilers
         self.validations = 0
         self.crashed = False  # whether the GPU's context is lost
         self._validator: Validator | None = None

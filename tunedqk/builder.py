@@ -18,7 +18,9 @@ from tunedqk.validate import DID_NOT_COMPILE, Verdict
 from tunedqk.variant import Variant, program
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
+
+    from typing_extensions import Self
 
     from tunedqk.accept import Door
     from tunedqk.config import KernelConfig
@@ -28,7 +30,10 @@ class Builder:
     """Builds binaries for a door; processes compile them, as many at a time as there are processors."""
 
     def __init__(self, door: Door, wanted: Collection[tuple[Variant, KernelConfig]]) -> None:
-        """wanted: what will be submitted first, for the processes to start at once if any of it is to be compiled."""
+        """wanted: what will be submitted first, for the processes to start at once if any of it is to be compiled.
+
+        The door's compilers are used where it has some, and left to the next builder.
+        """
         self._door = door
         self._lock = threading.Lock()
         self._closing = False
@@ -36,7 +41,7 @@ class Builder:
         self._threads = ThreadPoolExecutor(workers)
         self._compilers: CompilePool | None = None
         if not interpreting() and not knobs.compilation.always_compile:  # else Triton's cache is not looked at
-            self._compilers = CompilePool(workers)
+            self._compilers = door.compilers or CompilePool(workers)
             if not all(is_built(door.device, *one) for one in wanted):
                 self._compilers.start()  # before the target is asked for: that can take a third of a second
             try:
@@ -64,12 +69,30 @@ class Builder:
         with self._lock if compiled else contextlib.nullcontext():
             return self._door.build(variant, config)
 
-    def close(self) -> None:
-        """Stop, and leave what is not yet built."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(interrupted=kind is not None)
+
+    def close(self, *, interrupted: bool = False) -> None:
+        """Stop, and leave what is not yet built. interrupted: do not wait for what the door's compilers are at."""
         self._closing = True
         self._threads.shutdown(wait=False, cancel_futures=True)
-        if self._compilers is not None:
-            self._compilers.kill()
+        ending = self._compilers if interrupted or self._compilers is not self._door.compilers else None
+        if ending is not None:
+            ending.kill()
         self._threads.shutdown()
-        if self._compilers is not None:
-            self._compilers.close()
+        if ending is not None:
+            ending.close()
+
+
+@contextlib.contextmanager
+def kept_compilers(door: Door) -> Iterator[None]:
+    """Let all builders within share their processes: to start some takes longer than to compile."""
+    door.compilers = CompilePool(processors())
+    try:
+        yield
+    finally:
+        door.compilers.close()
+        door.compilers = None

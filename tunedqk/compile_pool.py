@@ -34,6 +34,7 @@ sys.path[:], *descriptors = eval(sys.argv[1])
 from tunedqk.compiler import main
 main(*descriptors)
 """
+KILLED = "killed"
 START_TIMEOUT = 60.0  # seconds until a process must be ready
 
 
@@ -157,19 +158,21 @@ class CompilePool:
     def kill(self) -> None:
         """End the processes, whatever they are at; who waits for one gets False."""
         with self._lock:
-            self._problem = self._problem or "killed"
+            self._problem = self._problem or KILLED
             if self._parent is not None and self._parent.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._parent.pid, signal.SIGKILL)  # they have nothing to save
                 self._parent.wait()
 
     def close(self) -> None:
-        """End the processes, and let go of the connections; nobody waits for one."""
+        """End the processes, and let go of the connections; nobody waits for one. Others start when they are needed."""
         self.kill()
         while self._idle:
             self._idle.pop().close()
         while self._ours:
             self._ours.pop().close()
+        if self._problem == KILLED:
+            self._parent = self._problem = None
 
     def abandon(self) -> None:
         """In a forked child: let go of its connections, with which the processes would outlive the parent."""

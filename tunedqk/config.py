@@ -24,7 +24,9 @@ ELEMENT_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "
 
 LOAD_HINTS = ("", "evict_first")
 STORE_HINTS = ("", "evict_last")
-# Which of these wins changes with the size: the hints decide how much of the output stays in L2.
+# What the memory floor's kernels try. A cache is read once a step, so all candidates evict its lines first, and with
+# them never the scores. On an H200, over 40 keys, a choice among all three gains 0.1 % on average and 1 % at most; to
+# load without the hint loses up to 20 %, to store with one up to 5 %.
 HINTS = (("", ""), ("evict_first", ""), ("evict_first", "evict_last"))
 
 
@@ -198,15 +200,15 @@ def shared_memory_bytes(config: KernelConfig, blocks: Blocking, dtype: str) -> i
 
 
 def _sum_space(element_bytes: int) -> Iterator[tuple[int, int, int, int]]:
-    """(CHUNK_SIZE, TILE_SIZE, num_stages, num_warps) for `tl.sum`: one tile, 64 to 256 bytes a thread."""
+    """(CHUNK_SIZE, TILE_SIZE, num_stages, num_warps) for `tl.sum`: one tile, about 64 to 256 bytes a thread."""
     # A loop over tiles gained nothing here, so num_stages would change nothing.
     smallest = min(max(next_power_of_2(4096 // element_bytes), 16), 128)
-    least = min(64, smallest * element_bytes // 32)
+    least, most = min(64, smallest * element_bytes // 32), max(256, smallest * element_bytes // 128)
     for chunk in (smallest, 2 * smallest, 4 * smallest, 8 * smallest):
         if chunk > 2 * smallest and chunk * element_bytes > 32768:
             break
         for warps in (1, 2, 4, 8):
-            if least <= chunk * element_bytes // (32 * warps) <= 256:
+            if least <= chunk * element_bytes // (32 * warps) <= most:
                 yield chunk, chunk, 1, warps
 
 
@@ -218,6 +220,8 @@ def _dot_space(dtype: str, head_dim: int) -> Iterator[tuple[int, int, int, int]]
             yield from ((chunk, tile, stages, warps) for stages in ((1,) if chunk == tile else (1, 2)))
         return
     yield from ((chunk, chunk, 1, warps) for chunk, warps in ((tile, 4), (2 * tile, 8)))
+    if head_dim > 256:
+        yield tile, tile, 1, 8  # a small GPU's shared memory has room for no other
     yield from ((2 * tile, tile, stages, 4) for stages in (2, 3))
     yield from ((4 * tile, tile, stages, 4) for stages in (3, 4))
     yield from ((4 * tile, 2 * tile, 2, warps) for warps in (4, 8))
@@ -225,7 +229,7 @@ def _dot_space(dtype: str, head_dim: int) -> Iterator[tuple[int, int, int, int]]
 
 
 def search_space(key: TuningKey, *, interpreted: bool = False) -> list[KernelConfig]:
-    """The candidates for a key, at most 32; under the interpreter its distinct programs, at most 4.
+    """The candidates for a key, at most 16; under the interpreter its distinct programs, at most 4.
 
     Warps, stages and hints are no part of the program that the interpreter runs.
     """
@@ -235,11 +239,7 @@ def search_space(key: TuningKey, *, interpreted: bool = False) -> list[KernelCon
     if interpreted:
         programs = dict.fromkeys((chunk, tile) for chunk, tile, _, _ in points)
         return [KernelConfig(chunk, tile, num_warps=4) for chunk, tile in list(programs)[:4]]
-    return [
-        KernelConfig(chunk, tile, warps, stages, load, store)
-        for chunk, tile, stages, warps in points
-        for load, store in HINTS
-    ]
+    return [KernelConfig(chunk, tile, warps, stages, "evict_first") for chunk, tile, stages, warps in points]
 
 
 def fits_shared_memory(config: KernelConfig, key: TuningKey, limit: int) -> bool:

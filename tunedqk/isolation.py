@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tunedqk.accept import Trial, Watcher, first_line
+from tunedqk.builder import kept_compilers
 from tunedqk.device import interpreting
 from tunedqk.errors import CrashedError, WorkerError
 from tunedqk.exits import cause, is_crash
@@ -115,14 +116,15 @@ def serve(connection: Connection, folder: Path | None, index: int | None, force:
             resolver.door.condemn(trial, verdict)
         resolver.door.watcher = reporter
         pretuner = Pretuner(resolver, force=force)
-        reporter.send(Ready())
-        while True:
-            request: Request = connection.recv()
-            if request.only is None:
-                reporter.send(pretuner.tune(request.key))
-            else:
-                pretuner.probe(request.key, request.only)
-                reporter.send(Survived())
+        with kept_compilers(resolver.door):
+            reporter.send(Ready())
+            while True:
+                request: Request = connection.recv()
+                if request.only is None:
+                    reporter.send(pretuner.tune(request.key))
+                else:
+                    pretuner.probe(request.key, request.only)
+                    reporter.send(Survived())
     except EOFError:  # nobody asks any more
         return
     except CrashedError as error:

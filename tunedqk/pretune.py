@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tunedqk.accept import float32_twin
-from tunedqk.builder import Builder
+from tunedqk.builder import Builder, kept_compilers
 from tunedqk.db import TuningDB
 from tunedqk.device import identity_of, interpreting
 from tunedqk.errors import NoAcceptedConfigError, RejectedConfigError, TuningDeclinedError
@@ -75,10 +75,11 @@ class Pretuner:
     def run(self, keys: Iterable[TuningKey], report: Callable[[Outcome], None]) -> list[Outcome]:
         """Bring every key to a winner with a receipt, and report each when it is done."""
         outcomes = []
-        for key in keys:
-            outcome = self.tune(key)
-            report(outcome)
-            outcomes.append(outcome)
+        with kept_compilers(self.resolver.door):
+            for key in keys:
+                outcome = self.tune(key)
+                report(outcome)
+                outcomes.append(outcome)
         return outcomes
 
     def tune(self, key: TuningKey) -> Outcome:
@@ -142,7 +143,7 @@ def verify(resolver: Resolver) -> Iterator[tuple[Entry, RejectedConfigError | No
         for entry in entries
         for variant in (variants[entry.key], float32_twin(variants[entry.key]))
     )
-    with contextlib.closing(Builder(door, wanted)) as builder:
+    with Builder(door, wanted) as builder:
         builds = {one: builder.submit(*one) for one in wanted}
         for entry in entries:
             variant = variants[entry.key]

@@ -7,7 +7,6 @@ comparing in turns and over several batch sizes, follows from our own records.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +100,7 @@ def _search(
     # The next length of a shape has the same binaries.
     forget(door.device, but=(variant, float32_twin(variant), ragged_form(variant)))
     # Compiling takes longest: it runs while tensors are made, and while what is ready is validated.
-    with contextlib.closing(Builder(door, [(variant, config) for config in configs])) as builder:
+    with Builder(door, [(variant, config) for config in configs]) as builder:
         builds = {config: builder.submit(variant, config) for config in configs}
         workload = Workload(door.device, variant, key.seq_len, BATCHES[key.sequences])
         screening = _Screening(key, door, workload.screening, builds)
