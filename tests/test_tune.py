@@ -300,7 +300,7 @@ def test_what_is_not_built_when_tuning_ends_is_left(make_door, monkeypatch):
 def test_builders_share_the_processes_that_are_kept(make_door, monkeypatch):
     pools, ended = [], []
     monkeypatch.setattr(CompilePool, "compile", lambda pool, *_: pools.append(pool) or True)
-    monkeypatch.setattr(CompilePool, "close", ended.append)
+    monkeypatch.setattr(CompilePool, "close", lambda pool: ended.append(pool) or None)
     door = make_door()
     with builder.kept_compilers(door):
         kept = door.compilers
@@ -318,7 +318,7 @@ def test_builders_share_the_processes_that_are_kept(make_door, monkeypatch):
 def test_an_interrupt_does_not_wait_for_processes_that_are_kept(make_door, monkeypatch):
     ended = []
     monkeypatch.setattr(CompilePool, "compile", lambda *_: True)
-    monkeypatch.setattr(CompilePool, "close", ended.append)
+    monkeypatch.setattr(CompilePool, "close", lambda pool: ended.append(pool) or None)
     monkeypatch.setattr(tune, "Workload", lambda *_: 1 / 0)
     door = make_door()
     with builder.kept_compilers(door):
