@@ -24,10 +24,12 @@ ELEMENT_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "
 
 LOAD_HINTS = ("", "evict_first")
 STORE_HINTS = ("", "evict_last")
-# What the memory floor's kernels try. A cache is read once a step, so all candidates evict its lines first, and with
-# them never the scores. On an H200, over 40 keys, a choice among all three gains 0.1 % on average and 1 % at most; to
-# load without the hint loses up to 20 %, to store with one up to 5 %.
-HINTS = (("", ""), ("evict_first", ""), ("evict_first", "evict_last"))
+# What the memory floor's kernels try, and the pair that all candidates have. A cache is read once a step, so its lines
+# go first, and the scores, which are written again or read next, stay: they need not go to memory at all. On an H200
+# 537 MB of keys and 4 MB of scores in one tensor take 119.5 us with both hints, 125.5 with the first, 126.3 with none;
+# where outputs rotate through all of L2, 125.2, 126.0 and 125.8.
+STREAMING = ("evict_first", "evict_last")
+HINTS = (("", ""), ("evict_first", ""), STREAMING)
 
 
 def next_power_of_2(n: int) -> int:
@@ -239,7 +241,7 @@ def search_space(key: TuningKey, *, interpreted: bool = False) -> list[KernelCon
     if interpreted:
         programs = dict.fromkeys((chunk, tile) for chunk, tile, _, _ in points)
         return [KernelConfig(chunk, tile, num_warps=4) for chunk, tile in list(programs)[:4]]
-    return [KernelConfig(chunk, tile, warps, stages, "evict_first") for chunk, tile, stages, warps in points]
+    return [KernelConfig(chunk, tile, warps, stages, *STREAMING) for chunk, tile, stages, warps in points]
 
 
 def fits_shared_memory(config: KernelConfig, key: TuningKey, limit: int) -> bool:

@@ -5,7 +5,7 @@ neither warm lines nor the host's launch time count. (Flushing L2 by writing to 
 next kernel pays for.) Competitors are replayed in turns, so that clocks and neighbours change for all of them alike,
 and without a pause: on an idle GPU the start is stamped before the host has launched the graph. In its turn each is
 replayed twice, and the second counts: it finds in L2 what it leaves there itself. On an H200 the first replay after
-another kernel's took up to 3 % longer where its own loads are evicted first, and thus favoured those that are not.
+another kernel's took up to 3 % more or less than those that followed, depending on the hints of both.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Replay:
         return elapsed
 
 
-def interleave(replays: Sequence[Replay], rounds: int, warmup: int = 2) -> list[Sample]:
+def interleave(replays: Sequence[Replay], rounds: int, warmup: int = 1) -> list[Sample]:
     """Time the graphs in turns: `rounds` replays of each, after `warmup` rounds that do not count."""
     # All are enqueued before the first is waited for. Were there a wait in each round, the first graph would seem up
     # to a third slower than it is: its clock would start on an idle GPU, before the host has launched it.
@@ -105,7 +105,7 @@ class ScreenTimer:
         replay = Replay(calls)
         if not self._settled:
             self._settle(replay)
-        (sample,) = interleave([replay], self._runs, warmup=1)
+        (sample,) = interleave([replay], self._runs)
         return sample
 
     def _settle(self, replay: Replay) -> None:
