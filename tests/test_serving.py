@@ -524,10 +524,10 @@ def test_a_capture_of_another_bucket_launches_what_has_a_receipt(device, monkeyp
     (name,) = launched
     assert TuningDB(identity_of(place(device))).receipt(name).correct
     assert (resolver.tunings, resolver.door.validations) == before
-    assert {slot.seq_len for slot in ready.binaries} == {512}
+    assert [slot.seq_len for slot in ready.binaries] == [512, 512]  # for few sequences, and for many
     assert_replays(graph, q, k, out)
     qk_score(q, k)  # which is no capture, gets what is best for it
-    assert {slot.seq_len for slot in ready.binaries} == {512, 4096}
+    assert sorted(slot.seq_len for slot in ready.binaries) == [512, 512, 4096]
 
 
 def test_serving_is_public():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tunedqk.timing import Sample, interleave, summarise
+import torch
+
+from tunedqk.timing import Replay, Sample, interleave, summarise
 
 
 class Record:
@@ -10,9 +12,6 @@ class Record:
 
     def __init__(self, name, times, events):
         self.name, self.times, self.events = name, iter(times), events
-
-    def prepare(self):
-        self.events.append(f"prepare {self.name}")
 
     def enqueue(self):
         self.events.append(f"enqueue {self.name}")
@@ -28,9 +27,37 @@ class Record:
 def test_graphs_are_timed_in_turns_after_a_warmup():
     events = []
     replays = [Record("a", [9.0, 1.0, 3.0, 2.0], events), Record("b", [99.0, 10.0, 10.0, 40.0], events)]
-    assert interleave(replays, rounds=3, warmup=1) == [Sample(2.0, 1.0, 3.0), Sample(10.0, 10.0, 40.0)]
-    # Each finds in L2 what it left there itself, not what the other did.
-    assert events[:16] == ["prepare a", "enqueue a", "prepare b", "enqueue b"] * 4
+    assert interleave(replays, rounds=3) == [Sample(2.0, 1.0, 3.0), Sample(10.0, 10.0, 40.0)]
+    assert events[:8] == ["enqueue a", "enqueue b"] * 4
+
+
+def test_a_replay_is_timed_when_l2_holds_what_it_left_there_itself(monkeypatch):
+    events = []
+
+    class Event:
+        def __init__(self, *, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            events.append("stamp")
+
+        def synchronize(self):
+            events.append("wait")
+
+        def elapsed_time(self, _):
+            return 0.006
+
+    class Graph:
+        def replay(self):
+            events.append("replay")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    replay = Replay.__new__(Replay)  # a graph is captured on a GPU alone
+    replay.graph, replay.launches = Graph(), 3
+    elapsed = replay.enqueue()
+    assert events == ["replay", "stamp", "replay", "stamp"]
+    assert elapsed() == 2.0
+    assert events[4:] == ["wait"]
 
 
 def test_the_gpu_never_idles_between_graphs():
@@ -38,7 +65,7 @@ def test_the_gpu_never_idles_between_graphs():
     events = []
     interleave([Record("a", [1.0] * 6, events), Record("b", [1.0] * 6, events)], rounds=5)
     kinds = [event.split()[0] for event in events]
-    assert kinds == ["prepare", "enqueue"] * 12 + ["wait"] * 10
+    assert kinds == ["enqueue"] * 12 + ["wait"] * 10
 
 
 def test_a_sample_is_a_median_between_percentiles():

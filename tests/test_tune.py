@@ -187,7 +187,8 @@ def test_candidates_are_validated_before_any_is_timed(make_door, few, monkeypatc
     monkeypatch.setattr(Door, "screen", spy)
     monkeypatch.setattr(tune, "ScreenTimer", Timer)
     tune.tune(KEY, make_door())
-    assert events[:6] == [*few, "timed", "timed", "timed"]
+    # On a GPU the finalists are validated for ragged requests, too.
+    assert events == [*few, "timed", "timed", "timed", *([] if interpreting() else few)]
 
 
 def test_all_candidates_are_being_compiled_when_the_first_is_validated(make_door, few, monkeypatch):
@@ -538,7 +539,8 @@ def test_who_is_slow_for_ragged_requests_does_not_win(make_door, few, monkeypatc
     monkeypatch.setattr(tune, "interleave", interleave)
     entry = tune.tune(KEY, make_door())
     assert entry.config == few[1]
-    assert {(shape.ragged, shape.median_us) for shape in entry.timing.shapes} == {(True, 11.0), (False, 11.0)}
+    times = dict.fromkeys((shape.ragged, shape.median_us) for shape in entry.timing.shapes)
+    assert list(times) == [(True, 11.0), (False, 11.0)]
     assert entry.timing.worst_slowdown == 1.1
     # Were none of them right there, the others would decide.
     monkeypatch.setattr(tune, "_as_ragged", lambda *_: {})

@@ -5,7 +5,7 @@ neither warm lines nor the host's launch time count. (Flushing L2 by writing to 
 next kernel pays for.) Competitors are replayed in turns, so that clocks and neighbours change for all of them alike,
 and without a pause: on an idle GPU the start is stamped before the host has launched the graph. In its turn each is
 replayed twice, and the second counts: it finds in L2 what it leaves there itself. On an H200 the first replay after
-another kernel's took up to 3 % more or less than those that followed, depending on the hints of both.
+another kernel's took up to 3 % more or 5 % less than those that followed, depending on the hints of both.
 """
 
 from __future__ import annotations
@@ -56,12 +56,9 @@ class Replay:
                     call()
         torch.cuda.current_stream().wait_stream(stream)
 
-    def prepare(self) -> None:
-        """Replay once, to bring the L2 cache into the state that it has in the long run."""
-        self.graph.replay()
-
     def enqueue(self) -> Callable[[], float]:
-        """Replay once. What is returned waits for it, and gives the microseconds that a launch took."""
+        """Replay twice. What is returned waits for that, and gives the microseconds of a launch of the second."""
+        self.graph.replay()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         self.graph.replay()
@@ -75,17 +72,12 @@ class Replay:
         return elapsed
 
 
-def interleave(replays: Sequence[Replay], rounds: int, warmup: int = 1) -> list[Sample]:
-    """Time the graphs in turns: `rounds` replays of each, after `warmup` rounds that do not count."""
+def interleave(replays: Sequence[Replay], rounds: int) -> list[Sample]:
+    """Time the graphs in turns: `rounds` times each, after a round that does not count."""
     # All are enqueued before the first is waited for. Were there a wait in each round, the first graph would seem up
     # to a third slower than it is: its clock would start on an idle GPU, before the host has launched it.
-    taken = [[_prepared(replay).enqueue() for replay in replays] for _ in range(warmup + rounds)]
-    return [summarise([elapsed() for elapsed in of_replay[warmup:]]) for of_replay in zip(*taken, strict=True)]
-
-
-def _prepared(replay: Replay) -> Replay:
-    replay.prepare()
-    return replay
+    taken = [[replay.enqueue() for replay in replays] for _ in range(1 + rounds)]
+    return [summarise([elapsed() for elapsed in of_replay[1:]]) for of_replay in zip(*taken, strict=True)]
 
 
 class ScreenTimer:
