@@ -170,9 +170,8 @@ def position_offsets(cache, tile, chunk, inside, form):
         offsets = block * cache.stride_b + in_page.to(tl.int64) * cache.stride_l
     else:
         position = (tile + in_tile).to(tl.int64)
-        if (
-            form.RAGGED
-        ):  # else it is in the base; here that would be hoisted out of the loop over chunks, into registers
+        # Not ragged, it is in the base. Ragged, that would be hoisted out of the loop over chunks, into registers.
+        if form.RAGGED:
             position += chunk.start
         offsets = position * cache.stride_l
     return offsets
