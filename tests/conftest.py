@@ -17,14 +17,20 @@ if not torch.cuda.is_available():
 
 import triton
 
+from tunedqk import call, offsets, ready
 from tunedqk import device as device_module
-from tunedqk import offsets
 from tunedqk.accept import Door
 from tunedqk.db import TuningDB
 
 INTERPRETED = device_module.interpreting()
 ON_GPU = torch.cuda.is_available() and not INTERPRETED
 MEMORY_SHARE = offsets.MEMORY_SHARE
+
+
+def nothing_bound(patch):
+    """As in a new process: no call has found its binary."""
+    patch.setattr(ready, "binaries", {})
+    patch.setattr(call, "_calls", {})
 
 
 def pytest_configure(config):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import nothing_bound
 from reference import assert_scores, config_for
 
 from tunedqk import compute, launch, ready
@@ -177,7 +178,7 @@ def nothing_runs(monkeypatch):
         (launch.InterpretedBinary, "launch"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, fail)
-    monkeypatch.setattr(ready, "binaries", {})
+    nothing_bound(monkeypatch)
 
 
 def _memory(tensor):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from reference import assert_scores, config_for, make_inputs
 
-from tunedqk import call
+from tunedqk import call, ready
 from tunedqk.score import qk_score
 from tunedqk.tensors import Tensors
 
@@ -140,3 +141,27 @@ def test_a_refused_call_leaves_nothing():
     with pytest.raises(ValueError, match="batch"):
         of(q[:1], k)
     assert call._calls == {}
+
+
+def test_only_what_is_ready_is_bound(device, monkeypatch):
+    """What stands in during a capture serves that call alone; what a warm call launches, it does not look up."""
+    monkeypatch.setattr(ready, "binaries", {})
+    q, k = make_inputs(1, 2, 1, 20, 16, torch.float32, device)
+    config = config_for(16, torch.float32, 2)
+    make_ready = ready.make_ready
+
+    def stand_in(slot):
+        binary = make_ready(slot)
+        del ready.binaries[slot]
+        return binary
+
+    monkeypatch.setattr(ready, "make_ready", stand_in)
+    assert_scores(qk_score(q, k, config=config), q, k)
+    (known,) = call._calls.values()
+    assert known.bound == [None, None]
+    monkeypatch.setattr(ready, "make_ready", make_ready)
+    assert_scores(qk_score(q, k, config=config), q, k)
+    assert [one is not None for one in known.bound] == [False, True]
+    monkeypatch.setattr(ready, "make_ready", None)
+    monkeypatch.setattr(ready, "binaries", None)
+    assert_scores(qk_score(q, k, config=config), q, k)

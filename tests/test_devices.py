@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
-from conftest import ON_GPU
+from conftest import ON_GPU, nothing_bound
 from reference import assert_scores, make_inputs
 
 from tunedqk import db, launch, ready, resolve, tune
@@ -38,7 +38,7 @@ ODD = FEW[0]  # a candidate, and not the default
 
 @pytest.fixture(autouse=True)
 def _fresh(cache_dir, monkeypatch):
-    monkeypatch.setattr(ready, "binaries", {})
+    nothing_bound(monkeypatch)
     monkeypatch.setattr(tune, "candidates", lambda *_: list(FEW))
     resolver_for.cache_clear()
     yield

@@ -18,6 +18,7 @@ import mutants
 import pytest
 import torch
 import triton
+from conftest import nothing_bound
 from reference import assert_scores, make_inputs, poisoned
 from test_db import MALFORMED, make_folder
 
@@ -48,7 +49,7 @@ PROJECT = Path(resolve.__file__).parents[1]
 def _fresh(cache_dir):
     """As a process starts: nothing ready, no resolver, an empty user DB."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ready, "binaries", {})
+        nothing_bound(patch)
         patch.setattr(resolve, "is_candidate", lambda config, *rest: config == ODD or tune.is_candidate(config, *rest))
         resolver_for.cache_clear()
         yield
@@ -63,7 +64,7 @@ def restart(monkeypatch):
     """Forget all that a process knows."""
 
     def forget():
-        monkeypatch.setattr(ready, "binaries", {})
+        nothing_bound(monkeypatch)
         resolver_for.cache_clear()
 
     return forget
@@ -273,7 +274,7 @@ def test_cached_uses_the_nearest_winner(device, mode, caplog, bucket):
     assert f"the winner of seq_len {bucket}" in warning
 
 
-def test_a_batch_has_a_winner_of_its_own_or_that_of_a_request(device, mode, caplog):
+def test_a_batch_has_a_winner_of_its_own_or_that_of_a_request(device, mode, caplog, monkeypatch):
     mode("cached")
     few, many = (
         make_inputs(16, 1, 1, 40, 16, torch.float32, device),
@@ -285,7 +286,7 @@ def test_a_batch_has_a_winner_of_its_own_or_that_of_a_request(device, mode, capl
     assert [(slot.sequences, binary.config) for slot, binary in ready.binaries.items()] == [(8, ODD), (64, ODD)]
     (warning,) = warnings_of(caplog)
     assert "the winner of seq_len 512, up to 16 sequences" in warning
-    ready.binaries.clear()
+    nothing_bound(monkeypatch)
     other = default_config(KEY, interpreted=interpreting())
     store(device, other, msgspec.structs.replace(KEY, sequences=64))
     resolver_of(device).db.reload()

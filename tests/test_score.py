@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import triton
+from conftest import nothing_bound
 from reference import DTYPES, assert_scores, config_for, make_inputs, name_of, poisoned, scores64, seed_case
 
 from tunedqk import launch, ready, resolve, tune
@@ -506,7 +508,7 @@ def test_no_config_in_cached_mode(cache_dir, device, monkeypatch, caplog):
     if SELF_RUN:
         pytest.skip("torch operations need no config")
     monkeypatch.setenv("TUNEDQK_MODE", "cached")
-    monkeypatch.setattr(ready, "binaries", {})
+    nothing_bound(monkeypatch)
     monkeypatch.setattr(resolve, "resolver_for", resolve.resolver_for.__wrapped__)
     q, k = make_inputs(1, 4, 2, 33, 16, torch.float32, device)
     with caplog.at_level(logging.WARNING, "tunedqk"):
@@ -599,7 +601,7 @@ def test_a_captured_graph_replays(device):
 
 @pytest.mark.gpu
 def test_a_cold_capture_is_refused_and_can_be_retried(device, monkeypatch):
-    monkeypatch.setattr(ready, "binaries", {})
+    nothing_bound(monkeypatch)
     q, k = make_inputs(2, 8, 2, 100, 72, torch.bfloat16, device)
     out = poisoned(2, 8, 100, dtype=torch.bfloat16, device=device)
     config = _config(q, k)
@@ -618,9 +620,29 @@ def test_a_cold_capture_is_refused_and_can_be_retried(device, monkeypatch):
 
 
 @pytest.mark.gpu
+def test_launch_hooks_of_triton_are_called(device):
+    """Those of a profiler, such as Proton: added after the binary was bound, and taken away again."""
+    q, k = make_inputs(2, 8, 2, 100, 64, torch.bfloat16, device)
+    config = _config(q, k)
+    qk_score(q, k, config=config)
+    seen = []
+    hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    enter, leave = (lambda _: seen.append("enter")), (lambda _: seen.append("exit"))
+    for hook, call in zip(hooks, (enter, leave), strict=True):
+        hook.add(call)
+    try:
+        _assert_scored(q, k, config=config)
+    finally:
+        for hook, call in zip(hooks, (enter, leave), strict=True):
+            hook.remove(call)
+    qk_score(q, k, config=config)
+    assert seen == ["enter", "exit"]
+
+
+@pytest.mark.gpu
 def test_a_capture_takes_any_accepted_binary_of_the_variant(device, monkeypatch):
     """No config is asked for, and only one for another bucket is ready."""
-    monkeypatch.setattr(ready, "binaries", {})
+    nothing_bound(monkeypatch)
     q, k = make_inputs(2, 8, 2, 600, 64, torch.bfloat16, device)
     qk_score(q, k[:, :100], config=_config(q, k))
     graph = torch.cuda.CUDAGraph()
@@ -628,3 +650,6 @@ def test_a_capture_takes_any_accepted_binary_of_the_variant(device, monkeypatch)
         got = qk_score(q, k)
     graph.replay()
     assert_scores(got, q, k)
+    assert len(ready.binaries) == 1
+    qk_score(q, k)  # finds its own
+    assert len(ready.binaries) == 2

@@ -12,7 +12,7 @@ import filelock
 import pytest
 import torch
 import triton
-from conftest import ON_GPU
+from conftest import ON_GPU, nothing_bound
 from reference import assert_scores, make_inputs
 
 from tunedqk import accept, launch, ready, serving, tune
@@ -38,7 +38,7 @@ needs_kernels = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def _fresh(cache_dir, monkeypatch):
-    monkeypatch.setattr(ready, "binaries", {})
+    nothing_bound(monkeypatch)
     monkeypatch.setattr(tune, "candidates", lambda *_: [ONE, KernelConfig(128, 128, num_warps=4)])
     resolver_for.cache_clear()
     yield
@@ -353,7 +353,7 @@ def test_an_explanation_launches_tunes_and_stores_nothing(device, monkeypatch, c
 
 
 @needs_kernels
-def test_a_winner_is_explained_with_its_file_and_receipt(device):
+def test_a_winner_is_explained_with_its_file_and_receipt(device, monkeypatch):
     db = store(device)
     q, k = inputs(device)
     before = explain(q, k)
@@ -368,7 +368,7 @@ def test_a_winner_is_explained_with_its_file_and_receipt(device):
     for part in (str(KEY), "launch", str(ONE), str(db.path), "Triton", "receipt: correct"):
         assert part in text
     # Another process finds the receipt; the next bucket lacks one comparison.
-    ready.binaries.clear()
+    nothing_bound(monkeypatch)
     resolver_for.cache_clear()
     assert (explain(q, k).action, explain(q, k).ready) == ("launch", False)
     store(device, key=tuning_key(1000, 16, "float32", 1))

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 import triton
-from conftest import ON_GPU
+from conftest import ON_GPU, nothing_bound
 from test_serving import needs_kernels, place
 
 from tunedqk import launch, ready, tune, warmup
@@ -33,7 +33,7 @@ DECLARED = {
 
 @pytest.fixture(autouse=True)
 def _fresh(cache_dir, monkeypatch):
-    monkeypatch.setattr(ready, "binaries", {})
+    nothing_bound(monkeypatch)
     resolver_for.cache_clear()
     yield
     resolver_for.cache_clear()

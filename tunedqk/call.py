@@ -46,12 +46,20 @@ class Slot(NamedTuple):
         return torch.device("cpu") if self.device < 0 or interpreting() else torch.device("cuda", self.device)
 
 
+class Bound(NamedTuple):
+    """What a warm call launches, and where: a device's index, -1 for the CPU."""
+
+    device: int
+    binary: Binary
+    grid: Grid
+
+
 class Call(NamedTuple):
     """A call whose arguments were checked.
 
-    slots: by whether the addresses are aligned; extents: bytes of out, and place and bytes of each tensor that has any;
-    by_operator: whether torch has to see an operator, since a gradient is wanted, or a tensor is of a kind that has its
-    own ways with operators; grids: of the binaries that were launched.
+    slots: by whether the addresses are aligned; bound: likewise, what they launch, once that is known; extents: bytes
+    of out, and place and bytes of each tensor that has any; by_operator: whether torch has to see an operator, since a
+    gradient is wanted, or a tensor is of a kind that has its own ways with operators.
     """
 
     sizes: Sizes
@@ -63,11 +71,15 @@ class Call(NamedTuple):
     slots: tuple[Slot, Slot]
     extents: tuple[int, tuple[tuple[int, int], ...]]
     by_operator: bool
-    grids: dict[Binary, Grid]
+    bound: list[Bound | None]
+
+    def aligned(self, tensors: Tensors) -> bool:
+        """Whether these tensors' addresses are aligned: the place of what fits them in slots and bound."""
+        return not (tensors[0].data_ptr() | tensors[1].data_ptr()) % ALIGNMENT
 
     def slot(self, tensors: Tensors) -> Slot:
         """The slot for these tensors' addresses."""
-        return self.slots[not (tensors[0].data_ptr() | tensors[1].data_ptr()) % ALIGNMENT]
+        return self.slots[self.aligned(tensors)]
 
     def check_memory(self, tensors: Tensors, out: torch.Tensor) -> None:
         """ValueError when out may share bytes with an input. Interleaved views that never meet count as sharing."""
@@ -166,7 +178,7 @@ def _work_out(
         (unaligned, aligned),
         extents,
         by_operator,
-        {},
+        [None, None],
     )
 
 

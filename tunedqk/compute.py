@@ -8,6 +8,7 @@ import torch
 
 from tunedqk import dense, ready
 from tunedqk.arguments import Sizes, check_programs
+from tunedqk.call import Bound
 from tunedqk.device import interpreting
 
 if TYPE_CHECKING:
@@ -40,20 +41,25 @@ def compute(
 
 
 def _by_kernel(tensors: Tensors, out: torch.Tensor, scale: float, fill: float | None, call: Call) -> None:
-    slot = call.slot(tensors)
-    binary = ready.binaries.get(slot)
-    if binary is None:
-        binary = ready.make_ready(slot)
-    grid = call.grids.get(binary)
-    if grid is None:
-        grid = binary.grid(call.geometry)
-        check_programs(grid.programs)
-        call.grids[binary] = grid
-    if slot.device >= 0 and slot.device != torch._C._cuda_getDevice():  # noqa: SLF001  the public way checks for CUDA
-        with torch.cuda.device(slot.device):
+    aligned = call.aligned(tensors)
+    device, binary, grid = call.bound[aligned] or _bind(call, aligned=aligned)
+    if device >= 0 and device != torch._C._cuda_getDevice():  # noqa: SLF001  the public way checks for CUDA
+        with torch.cuda.device(device):
             binary.launch(tensors, out, scale, fill or 0.0, grid)
     else:
         binary.launch(tensors, out, scale, fill or 0.0, grid)
+
+
+def _bind(call: Call, *, aligned: bool) -> Bound:
+    """Find the call's binary, and remember it, so that the next call looks nothing up."""
+    slot = call.slots[aligned]
+    binary = ready.binaries.get(slot) or ready.make_ready(slot)
+    grid = binary.grid(call.geometry)
+    check_programs(grid.programs)
+    bound = Bound(slot.device, binary, grid)
+    if slot in ready.binaries:  # else it stands in during a capture
+        call.bound[aligned] = bound
+    return bound
 
 
 def _by_torch(tensors: Tensors, out: torch.Tensor, scale: float, fill: float | None, layout: str, call: Call) -> None:

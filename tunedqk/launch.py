@@ -100,12 +100,17 @@ class CompiledBinary(Binary):
         stream = torch._C._cuda_getCurrentRawStream(q.get_device())  # noqa: SLF001  the public way makes an object
         hooks = knobs.runtime
         self._run(
-            programs, 1, 1, stream, *self._fixed, hooks.launch_enter_hook, hooks.launch_exit_hook,
+            programs, 1, 1, stream, *self._fixed, _used(hooks.launch_enter_hook), _used(hooks.launch_exit_hook),
             q.data_ptr(), k.data_ptr(), out.data_ptr(),
             None if seq_lens is None else seq_lens.data_ptr(), None if seq_starts is None else seq_starts.data_ptr(),
             None if table is None else table.data_ptr(), None if k_scale is None else k_scale.data_ptr(),
             scale, fill, *arguments,
         )  # fmt: skip
+
+
+def _used(hook: Any) -> Any:
+    """Nothing for a chain of hooks that has none, as most: the launcher would go into Python to find that out."""
+    return hook if getattr(hook, "calls", True) else None
 
 
 def _launcher(kernel: CompiledKernel) -> tuple[Callable[..., None], tuple[object, ...]]:
