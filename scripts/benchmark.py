@@ -2,8 +2,9 @@
 """Measure tunedqk on this GPU, side by side with the memory floor and with torch, in one run.
 
 Share of the memory floor, and time of the peers over ours (graph replay over rotated inputs and outputs, competitors in
-turns); the same floor for callers that torch cannot serve; the time to tune one key cold against triton.autotune over
-the same candidates; and the host's time for a call against torch.matmul. Everything is also written as JSON.
+turns); the same floor for callers that torch cannot serve; how much of score -> softmax -> top-k is the score; the time
+to tune one key cold against triton.autotune over the same candidates; and the host's time for a call against
+torch.matmul. Everything is also written as JSON, row by row, so that a run that is stopped leaves what it had.
 
     python scripts/benchmark.py --out benchmark.json
 """
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 import triton
-from callers import CALLERS, measure_caller
+from callers import CALLERS, SELECTIONS, measure_caller, measure_selection
 from peers import PEERS
 from rich.console import Console
 from rich.table import Table
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 KV_HEADS = 8
 # dtype, head_dim, rows, batch, seq_len; K is batch * seq_len * 8 heads * head_dim
 SHAPES = (
+    # 2 GB and less: dtypes, head_dims, rows.
     ("bfloat16", 128, 1, 8, 16384),
     ("bfloat16", 128, 1, 32, 8192),
     ("bfloat16", 128, 1, 64, 8192),
@@ -63,17 +65,26 @@ SHAPES = (
     ("bfloat16", 128, 8, 64, 8001),
     ("bfloat16", 128, 16, 32, 8192),
     ("bfloat16", 64, 1, 64, 8192),
+    ("bfloat16", 64, 4, 64, 8192),
     ("bfloat16", 80, 1, 64, 8192),
+    ("bfloat16", 96, 1, 64, 8192),
     ("bfloat16", 256, 1, 16, 8192),
+    ("bfloat16", 256, 8, 16, 8192),
+    ("float16", 128, 1, 32, 8192),
+    ("float16", 128, 4, 32, 8192),
     ("float32", 128, 1, 16, 8192),
     ("float32", 128, 4, 16, 8192),
     ("float32", 128, 8, 16, 8192),
+    ("float32", 64, 1, 32, 8192),
     # One shape at all lengths, up to 2 GB, and 8 GB.
     *(("bfloat16", 128, 1, 8, seq_len) for seq_len in (64, 512, 1024, 2048, 4096, 8192, 8193, 32768, 65536, 131072)),
     ("bfloat16", 128, 1, 64, 65536),
-    ("bfloat16", 128, 1, 1, 4096),
-    ("bfloat16", 128, 1, 1, 16384),
-    ("bfloat16", 128, 4, 1, 32768),
+    # A single request: 2 to 67 MB.
+    *(("bfloat16", 128, 1, 1, seq_len) for seq_len in (64, 1024, 2048, 4096, 16384)),
+    *(("bfloat16", 128, 4, 1, seq_len) for seq_len in (1024, 4096, 16384, 32768)),
+    # Many query heads on each KV head.
+    ("bfloat16", 128, 64, 32, 8192),
+    ("bfloat16", 128, 128, 32, 8192),
 )
 ROUNDS = 9
 TUNED_KEY = tuning_key(4096, 128, "bfloat16", 1, sequences=MANY_SEQUENCES)
@@ -169,6 +180,16 @@ def measure_host() -> dict[str, Any]:
     return {"host_us": medians, "ratio": medians["qk_score"] / medians["torch.matmul"]}
 
 
+# What is measured for each part of the results: rows of a table, or one thing.
+PARTS: dict[str, list[Callable[[], dict[str, Any]]]] = {
+    "shapes": [functools.partial(measure_shape, *shape) for shape in SHAPES],
+    "callers": [functools.partial(measure_caller, one) for one in CALLERS],
+    "selections": [functools.partial(measure_selection, one) for one in SELECTIONS],
+    "tuning": [measure_tuning],
+    "host": [measure_host],
+}
+
+
 def show(console: Console, results: dict[str, Any]) -> None:
     """The tables."""
     table = Table(title=f"{results['gpu']['name']}, {results['toolchain']}", title_justify="left")
@@ -193,6 +214,11 @@ def show(console: Console, results: dict[str, Any]) -> None:
         callers.add_row(row["caller"], str(row["rows"]), f"{row['key_bytes'] / 1e6:.0f} MB", *cells)
     if results["callers"]:
         console.print(callers)
+    for row in results["selections"]:
+        console.print(
+            f"score -> softmax -> top-{row['top']} of batch {row['batch']}, len {row['seq_len']}, rows {row['rows']}: "
+            f"{row['us']:.1f} us, of which the score {row['score_us']:.1f} us: {row['share']:.0%}"
+        )
     if tuning := results.get("tuning"):
         ours, theirs = (f"{tuning[side]['seconds']:.2f} s" for side in ("ours", "triton"))
         console.print(f"tuning {tuning['key']} cold: {ours}, triton.autotune {theirs}: {tuning['ratio']:.3f}")
@@ -205,7 +231,7 @@ def main() -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the results there as JSON")
-    parser.add_argument("--only", choices=("shapes", "callers", "tuning", "host"), help="run one of the parts")
+    parser.add_argument("--only", choices=PARTS, help="run one of the parts")
     parser.add_argument("--tune-one", choices=("ours", "triton"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -218,16 +244,19 @@ def main() -> int:
         "gpu": msgspec.to_builtins(gpu_identity(torch.cuda.current_device())),
         "toolchain": msgspec.to_builtins(toolchain()),
         "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
-        "shapes": [measure_shape(*shape) for shape in SHAPES] if options.only in {None, "shapes"} else [],
-    }
-    results["callers"] = [measure_caller(one) for one in CALLERS] if options.only in {None, "callers"} else []
-    if options.only in {None, "tuning"}:
-        results["tuning"] = measure_tuning()
-    if options.only in {None, "host"}:
-        results["host"] = measure_host()
+        "shapes": [], "callers": [], "selections": [],
+    }  # fmt: skip
+    for part, measurements in PARTS.items():
+        if options.only in {None, part}:
+            for measure in measurements:
+                row = measure()
+                if isinstance(results.get(part), list):
+                    results[part].append(row)
+                else:
+                    results[part] = row
+                if options.out:
+                    options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     show(Console(width=140), results)
-    if options.out:
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
 

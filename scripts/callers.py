@@ -2,6 +2,8 @@
 
 Each is measured in turns with the plain kernels that read as many bytes as the call has to, and that write as many,
 too: into one output again and again, which then stays in L2, and into outputs that together are as large as L2.
+
+And what calls are made for: the positions with the highest scores.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 
 from tunedqk.floor import compare_with_floors
 from tunedqk.score import qk_score
-from tunedqk.timing import Replay
+from tunedqk.timing import Replay, interleave
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,6 +38,7 @@ class Caller(NamedTuple):
     group: int = 1
     q_len: int = 1
     k_dtype: torch.dtype = torch.bfloat16
+    out_dtype: torch.dtype = torch.bfloat16
     page_size: int = 0
     fill: float | None = -math.inf
     causal: bool = False
@@ -49,6 +52,7 @@ def _callers(group: int) -> list[Caller]:
     fp8 = functools.partial(full, k_dtype=torch.float8_e4m3fn, lengths=(16384, 16384), capacity=16384)
     return [
         full("plain"),
+        full("to float32 scores", out_dtype=torch.float32),
         uniform("lengths 1 to 8192, fill=None", fill=None),
         uniform("lengths 1 to 8192"),
         full("pages of 16", page_size=16),
@@ -68,6 +72,18 @@ def _callers(group: int) -> list[Caller]:
 CALLERS = [caller for group in (1, 4) for caller in _callers(group)]
 
 
+class Selection(NamedTuple):
+    """Sparse attention's choice of positions: the `top` of each head after a softmax over its scores in float32."""
+
+    batch: int
+    seq_len: int
+    group: int
+    top: int = 256
+
+
+SELECTIONS = [Selection(1, 32768, 1), Selection(8, 32768, 1), Selection(8, 32768, 4), Selection(32, 8192, 4)]
+
+
 def measure_caller(caller: Caller) -> dict[str, Any]:
     """One row: microseconds, and shares of the floors over the bytes of the positions that a request has."""
     device = torch.device("cuda", torch.cuda.current_device())
@@ -83,9 +99,10 @@ def measure_caller(caller: Caller) -> dict[str, Any]:
     rows = (caller.group * KV_HEADS,) if caller.q_len == 1 else (caller.group * KV_HEADS, caller.q_len)
     valid = int(lengths.sum())
     read = valid * KV_HEADS * HEAD_DIM * k.element_size()
-    written = (valid if caller.fill is None else caller.batch * caller.capacity) * math.prod(rows) * q.element_size()
+    written = (valid if caller.fill is None else caller.batch * caller.capacity) * math.prod(rows)
+    written *= caller.out_dtype.itemsize
     outputs = [
-        torch.empty(caller.batch, *rows, caller.capacity, dtype=torch.bfloat16, device=device)
+        torch.empty(caller.batch, *rows, caller.capacity, dtype=caller.out_dtype, device=device)
         for _ in range(max(1, math.ceil(torch.cuda.get_device_properties(device).L2_cache_size / written)))
     ]
     calls = [
@@ -137,3 +154,25 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
     for part in k.view(-1).split(1 << 26):
         part.copy_(torch.randn(part.shape, dtype=torch.bfloat16, device=device))
     return k
+
+
+def measure_selection(selection: Selection) -> dict[str, Any]:
+    """Microseconds of score -> softmax -> top-k, and of the score alone, in turns."""
+    batch, seq_len, group, top = selection
+    q = torch.randn(batch, group * KV_HEADS, HEAD_DIM, device="cuda").bfloat16()
+    k = _random((batch, seq_len, KV_HEADS, HEAD_DIM), torch.bfloat16, q.device)
+    scores = torch.empty(batch, group * KV_HEADS, seq_len, dtype=torch.float32, device=q.device)
+
+    def score() -> torch.Tensor:
+        return qk_score(q, k, scale=None, out=scores)
+
+    def select() -> object:
+        return score().softmax(dim=-1).topk(top)
+
+    score()  # finds the config: a capture could not
+    alone, whole = interleave([Replay([score] * PASSES), Replay([select] * PASSES)], ROUNDS)
+    return {
+        **selection._asdict(), "rows": group, "score_us": alone.median, "score_p20_us": alone.p20,
+        "score_p80_us": alone.p80, "us": whole.median, "p20_us": whole.p20, "p80_us": whole.p80,
+        "share": alone.median / whole.median,
+    }  # fmt: skip
